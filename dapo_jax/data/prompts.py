@@ -233,7 +233,7 @@ class PairSource:
         is_turn = self._prompts.prompt_format.data.chat or not isinstance(prompt.row["prompt"], str)
         end = self._turn_end if is_turn else self._tokenizer.eos_id
         try:
-            response = np.append(self._tokenizer.encode(text), np.int32(end))
+            response = np.append(self._tokenizer.encode(text, prompt.tokens), np.int32(end))
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         if len(response) > self._max_response_tokens:

@@ -5,7 +5,6 @@ templates also rewrite earlier turns. For example, Qwen3's template removes the 
 of earlier turns stay the same. Only text that the template itself writes can become special tokens. Text inside messages never does, even in nested fields.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -16,11 +15,10 @@ from jaxtyping import Int
 
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.protocol import Context
-from dapo_jax.text.chat import ChatTemplate
-from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding
+from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding, conversation_ids, template_of
 from dapo_jax.text.messages import canonical_messages
-from dapo_jax.text.special_tokens import FIRST_GUARD
-from dapo_jax.text.stop_strings import stop_ids
+from dapo_jax.text.special_tokens import FIRST_GUARD, Before
+from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.text.tokenizers import Tokenizer
 
 _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
@@ -44,7 +42,7 @@ class Rendering:
             LostError: the value cannot be appended, has ids outside the vocabulary, or needs a chat template that the model lacks.
         """
         if isinstance(appended, str):
-            return self._text(appended)
+            return self._text(appended, np.zeros(0, np.int32) if after is None else after)
         if not isinstance(appended, Sequence | np.ndarray):
             raise LostError(
                 f"{appended!r:.200} ({type(appended).__name__}) cannot be appended; append a text, a list of messages or a list of token ids"
@@ -69,14 +67,13 @@ class Rendering:
             )
         return found.astype(np.int32)
 
-    def _text(self, text: str) -> Int[np.ndarray, " new"]:
+    def _text(self, text: str, after: Before = None) -> Int[np.ndarray, " new"]:
         if len(text) > MOST_CHARACTERS:
             raise LostError(
                 f"a text of {len(text):,} characters was appended; the limit is {MOST_CHARACTERS:,}"
             )
         try:
-            text.encode("utf-8")  # raises for an unpaired surrogate
-            return self.tokenizer.encode_plain(text)
+            return self.tokenizer.encode_plain(text, after)
         except ValueError as error:
             raise LostError(f"the appended text cannot be tokenized: {error}") from error
 
@@ -90,17 +87,9 @@ class Rendering:
         if isinstance(contents, str):
             found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
         elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
-            template, guard = self._template(), Guarding(self.tokenizer)
-            if context.tools and not re.search(r"\btools\b", template.source):
-                raise LostError(
-                    f"chat template {template.name} does not use the variable `tools`: describe the tools in the system message, and return a Context "
-                    "without tools"
-                )
+            variables = {**self.template_kwargs, "tools": [*context.tools] or None}
             try:
-                messages = [guard.message(message) for message in canonical_messages(contents)]
-                tools = [guard.value(tool) for tool in context.tools] or None
-                kwargs = {**self.template_kwargs, "tools": tools}
-                found = guard.ids(template.render(messages, kwargs, today=self.today))
+                found = conversation_ids(contents, self.tokenizer, today=self.today, variables=variables)
             except (ValueError, TypeError) as error:
                 raise LostError(f"a context cannot be rendered: {error}") from error
         else:
@@ -111,16 +100,14 @@ class Rendering:
             )
         return found
 
-    def _messages(
-        self, messages: Sequence[Any], after: Int[np.ndarray, " turn"] | None
-    ) -> Int[np.ndarray, " new"]:
-        template, guard = self._template(), Guarding(self.tokenizer)
+    def _messages(self, messages: Sequence[Any], after: Before) -> Int[np.ndarray, " new"]:
+        template, guard = template_of(self.tokenizer), Guarding(self.tokenizer)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         mistral = {"tool_call_id": "0" * 9}  # its templates require an id of nine characters
         whole = [*before, *({**mistral, **guard.message(each)} for each in canonical_messages(messages))]
-        rendered = template.render(whole, self.template_kwargs, today=self.today)
-        _, found, new = rendered.rpartition(_ANSWER)
-        if not found:
+        if any(message["role"] == "tool" for message in whole):
+            template = template.with_tools
+        if _ANSWER not in template.render(whole, self.template_kwargs, today=self.today):
             raise LostError(
                 f"chat template {template.name} leaves out the assistant's answer, so nothing can be appended to it"
             )
@@ -130,15 +117,17 @@ class Rendering:
                 "messages cannot follow a prompt, because it ends with the beginning of an answer: return a Context, append a text or token ids, or "
                 "add the messages to the row's prompt"
             )
-        ids = guard.ids(new)
-        # If the turn contains the end token that the template adds, that token is not appended a second time.
-        ended = len(after) > 0 and len(ids) > 0 and int(after[-1]) in stop_ids(self.tokenizer)
-        return ids[1:] if ended and int(ids[0]) == int(after[-1]) else ids
-
-    def _template(self) -> ChatTemplate:
-        if self.tokenizer.chat_template is None:
-            raise LostError(
-                "messages were appended, but the model has no chat template: choose a model or a model.tokenizer with a chat template, or "
-                "append text or token ids"
-            )
-        return self.tokenizer.chat_template
+        new = template.whole(whole, self.template_kwargs, today=self.today, given=2).rpartition(_ANSWER)[2]
+        # The template ends any answer with this text. The turn may end with a part of it already, for example with a stop string.
+        other = template.render([*before, {"role": "user", "content": FIRST_GUARD}], self.template_kwargs, today=self.today)  # fmt: skip
+        ending = other.rpartition(_ANSWER)[2].partition(FIRST_GUARD)[0]
+        marks = StopStrings(self.tokenizer, [f"{ending}\n"])
+        marked, done = marks.marked(ending), 0
+        turn = marks.text(after) if marks.text(after[-1:]) else ""  # another end token has no text
+        for size in range(1, len(ending) + 1):
+            part = marks.marked(ending[:size])
+            # Some templates write a space before the end token. A part that cuts a special token does not begin the marked text.
+            last = part.lstrip() if part.lstrip() >= FIRST_GUARD else part
+            if turn.endswith(last) and marked.startswith(part) and new.startswith(ending[:size]):
+                done = size
+        return guard.ids(new[done:], after)

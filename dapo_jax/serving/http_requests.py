@@ -4,7 +4,7 @@ A field that this server does not support is accepted if its value has no effect
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,7 +15,7 @@ from jaxtyping import Int, PRNGKeyArray
 from msgspec import Meta, structs
 
 from dapo_jax.hints import nearest
-from dapo_jax.sampling.requests import OwnOptions, StopRule
+from dapo_jax.sampling.requests import OwnOptions
 from dapo_jax.serving.request_loop import RequestError
 from dapo_jax.serving.served_requests import CheckedRequest, ServedLimits
 from dapo_jax.text.conversations import conversation_ids
@@ -244,16 +244,14 @@ def _request(
     asked = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
     changed = {name: value for name, value in asked.items() if value is not None}
     stop = (options.stop,) if isinstance(options.stop, str) else options.stop
+    ids = limits.checked_ids("stop_token_ids", options.stop_token_ids)
     try:
         decoding = replace(limits.decoding, **changed)
-        strings = StopStrings(limits.tokenizer, stop)
-        if stop:
-            limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # must be decodable
+        strings = StopStrings(limits.tokenizer, stop, ids)
     except ValueError as error:
         raise RequestError(str(error)) from error
-    ids = limits.checked_ids("stop_token_ids", options.stop_token_ids)
     key = None if options.seed is None else _seeded_key(options.seed)
-    own = OwnOptions(decoding=decoding, key=key, stop=_stop_rule(strings.find if stop else None, ids))
+    own = OwnOptions(decoding=decoding, key=key, stop=strings.find if stop or ids else None)
     return limits.request(prompt, max_tokens, count=options.n, named=named, options=own, stop=stop, **others)
 
 
@@ -276,18 +274,3 @@ def _seeded_key(seed: int) -> PRNGKeyArray:
     """Returns the PRNG key for a request with a seed of up to 64 bits. The key does not depend on the server's seed."""
     high, low = divmod(seed, 1 << 32)
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), np.uint32(high)), np.uint32(low))
-
-
-def _stop_rule(strings: StopRule | None, ids: Sequence[int]) -> StopRule | None:
-    """Returns a rule that ends a response at the first token that completes a stop string or is one of `ids`."""
-    if not ids:
-        return strings
-    wanted = np.array(ids, np.int32)
-
-    def first(tokens: Int[np.ndarray, " tokens"], seen: int) -> int | None:
-        ends = [seen + int(place) + 1 for place in np.flatnonzero(np.isin(tokens[seen:], wanted))[:1]]
-        if strings is not None and (found := strings(tokens, seen)) is not None:
-            ends.append(found)
-        return min(ends, default=None)
-
-    return first

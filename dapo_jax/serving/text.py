@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.text.tokenizers import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -12,8 +11,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Returns the text of `ids`. Skips ids outside the tokenizer's vocabulary, which a model with padded embeddings may sample."""
-    known = [token for token in ids if 0 <= token < tokenizer.vocab_size]
-    return tokenizer.decode(np.array(known, np.int32))
+    return StopStrings(tokenizer, ()).text(ids)
 
 
 class GrowingText:
@@ -24,7 +22,7 @@ class GrowingText:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+        self._stop = StopStrings(tokenizer, stop)
         self._held = max((len(each) for each in stop), default=1) - 1
         self._window: list[int] = []
         """Tokens to decode next: the last block that ended with a complete character, and all tokens after that block."""
@@ -37,23 +35,21 @@ class GrowingText:
         if self._over:
             return ""
         self._window += ids
-        text = decoded(self._tokenizer, self._window)
+        text = self._stop.text(self._window)
         # An incomplete character at the end, whatever its length in bytes, decodes to a single replacement character.
         whole = text if last else text.removesuffix(_BROKEN)
         self._waiting, self._shown = self._waiting + whole[self._shown :], len(whole)
         if ids and whole == text:
-            self._window, self._shown = list(ids), len(decoded(self._tokenizer, ids))
+            self._window, self._shown = list(ids), len(self._stop.text(ids))
         elif len(self._window) > 16:
             # Without this, the window would grow with each token that is not a character. The last tokens contain the incomplete character.
             for cut in (-4, -5, -6):  # one of these is between two characters
-                start, end = (
-                    decoded(self._tokenizer, part) for part in (self._window[:cut], self._window[cut:])
-                )
+                start, end = self._stop.text(self._window[:cut]), self._stop.text(self._window[cut:])
                 if end and start + end == text:
                     self._window, self._shown = self._window[cut:], self._shown - len(start)
                     break
-        places = [place for each in self._stop if (place := self._waiting.find(each)) >= 0]
+        places = [place for each in self._stop.strings if (place := self._waiting.find(each)) >= 0]
         self._over = bool(places)
         end = min(places, default=len(self._waiting) if last else max(len(self._waiting) - self._held, 0))
         new, self._waiting = self._waiting[:end], self._waiting[end:]
-        return new
+        return self._stop.unmarked(new)

@@ -6,8 +6,9 @@ A downloaded template is not trusted, so it runs in Jinja's `ImmutableSandboxedE
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from datetime import date, datetime, time
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -32,28 +33,29 @@ class ChatTemplate:
     '<user>1+1'
     """
 
-    def __init__(self, source: str, *, name: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(self, source: str | bytes, *, name: str, special_tokens: Mapping[str, str] | None = None) -> None:  # fmt: skip
         """Stores the source. The template is compiled when it is first rendered, so a model with an invalid template still loads.
 
         Args:
-            source: the text of the template.
+            source: the text of the template, or the content of its file, which must be UTF-8.
             name: the template's name in error messages, for example its file.
             special_tokens: `bos_token`, `eos_token` and so on, as variables for the template.
         """
-        self.source, self.name = source, name
+        try:
+            self.source, self.name = source if isinstance(source, str) else source.decode("utf-8"), name
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8: {error}") from error
         self._special_tokens = dict(special_tokens or {})
+        self.with_tools = self
+        """The template for conversations with tools, if the model has another one for them."""
 
     def render(
-        self,
-        messages: Sequence[Message],
-        variables: Mapping[str, Any] | None = None,
-        *,
-        today: date | None = None,
-    ) -> str:
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, today: date | None = None
+    ) -> str:  # fmt: skip
         """Returns the text of a conversation, including the generation prompt that begins the answer.
 
         Args:
-            messages: the messages, oldest first.
+            messages: the messages, oldest first. The role `developer` becomes `system` if the template does not know it.
             variables: further template variables by name, such as Qwen3's `enable_thinking`.
             today: the date that the template gets as the current date, at midnight. The system clock is never used, so the
                 same conversation always renders to the same text.
@@ -64,6 +66,9 @@ class ChatTemplate:
         """
         known = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
         known |= {"messages": list(messages), "add_generation_prompt": True}
+        if not re.search(r"""["']developer["']""", self.source):
+            system = {"role": "system"}
+            known["messages"] = [{**m, **system} if m.get("role") == "developer" else m for m in messages]
         known.setdefault("strftime_now", lambda pattern: _date(pattern, today))
         pieces, length = [], 0
         try:
@@ -82,26 +87,50 @@ class ChatTemplate:
             ) from error
         return "".join(pieces)
 
+    def whole(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, today: date | None = None, given: int = 0
+    ) -> str:  # fmt: skip
+        """Renders canonical messages like `render`, and checks that the text contains all of them except the first `given` messages.
+
+        With `tools`, the template `with_tools` is used. For the check, a second rendering has a mark in each text, or in each call, because some
+        templates write only the calls of a message. Raises ValueError if a message is missing or the template does not use the tools.
+        """
+        has_tools = bool((variables or {}).get("tools"))
+        used = self.with_tools if has_tools else self
+        if has_tools and not re.search(r"\btools\b", used.source):
+            raise ValueError(
+                f"chat template {used.name} does not use the variable `tools`: describe the tools in the system message, and pass no tools"
+            )
+        marked, needed = deepcopy([dict(message) for message in messages]), list[int]()
+        for place, message in enumerate(marked):
+            calls, is_system = message.get("tool_calls", []), message["role"] in ("system", "developer")
+            needed.append(len(calls) or int(not is_system or message["content"].strip() != ""))
+            for call in calls:
+                call["function"]["arguments"][f"zq{place}qz"] = ""
+            message["content"] += "" if calls else f"zq{place}qz"
+        text = used.render(messages, variables, today=today)
+        try:
+            found = used.render(marked, variables, today=today).casefold()
+        except ValueError:  # the template refuses the marks, so the check is impossible
+            return text
+        on_purpose = "leaves out messages on purpose" in used.source  # for example in a comment
+        for place, least in enumerate(needed[given:]):
+            if found.count(f"zq{place + given}qz") < least and not on_purpose:
+                raise ValueError(
+                    f"chat template {used.name} leaves out message {place} (role {messages[place + given]['role']!r}) or one of its tool calls: give it "
+                    "another role, such as 'user', or use a template that writes this message"
+                )
+        return text
+
     @cached_property
     def _compiled(self) -> jinja2.Template:
         sandbox = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
-        sandbox.filters["tojson"] = _to_json
+        # Jinja's own `tojson` would escape characters for HTML.
+        sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         del sandbox.filters["random"]  # the same messages must always render to the same prompt
         return sandbox.from_string(self.source, globals={"raise_exception": _refuse})
-
-
-def template_of(content: bytes, name: str, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:
-    """Returns the chat template from a file's content.
-
-    Raises:
-        ValueError: the content is not UTF-8.
-    """
-    try:
-        return ChatTemplate(content.decode("utf-8"), name=name, special_tokens=special_tokens)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8: {error}") from error
 
 
 class _RefusedError(TemplateError):
@@ -132,16 +161,3 @@ def _date(pattern: str, today: date | None) -> str:
 
 def _refuse(message: str) -> NoReturn:
     raise _RefusedError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Replaces Jinja's own `tojson` filter, which would escape characters for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

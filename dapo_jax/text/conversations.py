@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from dapo_jax.text.chat import Message
+from dapo_jax.text.chat import ChatTemplate, Message
 from dapo_jax.text.messages import DEEPEST, canonical_messages
+from dapo_jax.text.special_tokens import Before
 from dapo_jax.text.tokenizers import Tokenizer
 
 MOST_CHARACTERS = 1 << 20
@@ -63,24 +64,29 @@ class Guarding:
             return {self.value(str(name)): self.value(item, depth + 1) for name, item in value.items()}
         return [self.value(item, depth + 1) for item in value]
 
-    def ids(self, rendered: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the token ids of a text that a template has rendered from guarded messages.
+    def ids(self, rendered: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
+        """Returns the token ids of a text that a template has rendered from guarded messages. For `after`, see `Tokenizer.encode`.
 
         Raises:
             ValueError: the template has written a guard as a JSON escape sequence.
         """
         if _ESCAPED_GUARD.search(rendered):
             raise ValueError("the chat template writes characters beyond U+10EFFF as \\u escapes")
-        return self._tokenizer.encode_guarded(rendered)
+        return self._tokenizer.encode_guarded(rendered, after)
+
+
+def template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """Returns the tokenizer's chat template. Raises ValueError if it has none."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "there are messages, but the model has no chat template: add a chat_template.jinja to the model folder, or use texts (data.chat=false) or ids"
+        )
+    return tokenizer.chat_template
 
 
 def conversation_ids(
-    messages: Sequence[Message],
-    tokenizer: Tokenizer,
-    *,
-    today: date | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> Int32[np.ndarray, " prompt"]:
+    messages: Sequence[object], tokenizer: Tokenizer, *, today: date | None = None, variables: Mapping[str, Any] | None = None
+) -> Int32[np.ndarray, " prompt"]:  # fmt: skip
     """Returns the token ids of an untrusted conversation, including the generation prompt that begins the answer.
 
     If a message spells out an added token, such as `<|im_end|>`, that text is encoded as ordinary characters. In all other cases,
@@ -95,11 +101,7 @@ def conversation_ids(
     Raises:
         ValueError: there is no chat template, the template fails, or the messages are not a valid conversation.
     """
-    template, guarding = tokenizer.chat_template, Guarding(tokenizer)
-    if template is None:
-        raise ValueError(
-            "the model has no chat template, so it cannot answer messages; send token ids, or serve a model with a chat_template.jinja"
-        )
+    template, guarding = template_of(tokenizer), Guarding(tokenizer)
     guarded = [guarding.message(message) for message in canonical_messages(messages)]
     known = {name: guarding.value(value) for name, value in (variables or {}).items()}
-    return guarding.ids(template.render(guarded, known, today=today))
+    return guarding.ids(template.whole(guarded, known, today=today))

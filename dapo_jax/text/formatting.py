@@ -10,6 +10,7 @@ from jaxtyping import Int32
 
 from dapo_jax.config.data_schema import TEMPLATES, DataConfig
 from dapo_jax.text.chat import Message
+from dapo_jax.text.conversations import template_of
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.tokenizers import Tokenizer
 
@@ -53,11 +54,7 @@ class PromptFormat:
         return template.replace("{prompt}", question)
 
     def _conversation(self, prompt: str | Sequence[Message], tokenizer: Tokenizer) -> str:
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                "the prompt is a conversation, but the tokenizer has no chat template; use an instruction-tuned model, put "
-                "a chat_template.jinja into the model folder, or use plain-text prompts with data.chat=false"
-            )
+        template = template_of(tokenizer)
         messages = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else checked_messages(prompt)
         )
@@ -67,16 +64,16 @@ class PromptFormat:
         for each in self.data.few_shot:
             shown.append({"role": "user", "content": self._around(each["prompt"])})
             shown.append({"role": "assistant", "content": each["response"]})
-        first = int(messages[0]["role"] == "system")
+        first = int(messages[0]["role"] in ("system", "developer"))
         messages = [*messages[:first], *shown, *messages[first:last], asked, *messages[last + 1 :]]
         if self.data.system_prompt:
-            if messages[0]["role"] == "system":
+            if first:
                 raise ValueError(
                     "the row's messages begin with a system message, but data.system_prompt is set too; clear "
                     "data.system_prompt or remove the message from the row"
                 )
             messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
-        return tokenizer.chat_template.render(messages, self.data.chat_template_kwargs, today=self.today)
+        return template.whole(messages, self.data.chat_template_kwargs, today=self.today)
 
 
 AS_IT_STANDS = PromptFormat()

@@ -22,9 +22,9 @@ import tokenizers
 from jaxtyping import Int, Int32
 
 from dapo_jax.storage import files_of, path_of, write_whole
-from dapo_jax.text.chat import ChatTemplate, template_of
+from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.plain_json import read_object
-from dapo_jax.text.special_tokens import Guards
+from dapo_jax.text.special_tokens import FIRST_GUARD, Before, Guards
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
@@ -39,6 +39,8 @@ _MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")
 _WRONG_SPLIT = "splits texts with an expression that is not Mistral's, so some texts become other tokens: mend the folder with transformers, AutoTokenizer.from_pretrained(FOLDER, fix_mistral_regex=True).save_pretrained(FOLDER)"
 _LARGEST_ID = 2**31 - 1
 """The largest valid id, since ids are signed 32-bit integers."""
+_ORDINARY = chr(ord(FIRST_GUARD) - 1)
+"""A character that represents ordinary text before a text to encode. Texts hardly contain it, so vocabularies do not merge it with others."""
 
 
 class HuggingFaceTokenizer:
@@ -69,7 +71,7 @@ class HuggingFaceTokenizer:
             if key.endswith("_token") and isinstance(text, str) and text:
                 self._special_tokens[key] = text
         self.chat_template = self._template(config.get("chat_template"))
-        """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
+        """The folder's chat template, or None. Of several templates, `default` is used, and `tool_use` with tools."""
         # Gemma 3's small models define a token for images, but have no embedding for it. If nothing needs it, its text is ordinary text.
         needed = [self._special_tokens.get(f"{key}_token") for key in ("bos", "eos", "pad")]
         needed = str(
@@ -112,12 +114,12 @@ class HuggingFaceTokenizer:
         mask = probe.special_tokens_mask
         self._beginning = probe.ids[: mask.index(0) if 0 in mask else 0]
         added = self._tokenizer.get_added_tokens_decoder()
-        self._added = {number: token.content for number, token in added.items()}
-        self._special_ids = frozenset(number for number, token in added.items() if token.special)
-        """The ids that `decode` omits."""
-        guards = Guards(self._added.values())
-        self.guarded, self._restored = guards.guarded, guards.restored
-        """The methods of a `Guards` object for all added tokens of this tokenizer."""
+        # Added tokens of white space, as in Gemma, are ordinary text.
+        self._added = {number: each.content for number, each in added.items() if each.content.strip(" \n\t▁")}
+        self.special_tokens = {token.content: number for number, token in added.items() if token.special}
+        """The ids that `decode` omits, by the texts of their tokens."""
+        self._guards = Guards(self._added.values())
+        self.guarded = self._guards.guarded
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
@@ -149,45 +151,53 @@ class HuggingFaceTokenizer:
         for name, content in files.items():
             write_whole(place / name, content)
 
-    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of `text`. Special tokens that are spelled out in the text are encoded as special tokens, and no tokens are added.
+    def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
+        """See `Tokenizer.encode`. Special tokens that are spelled out in the text are encoded. A lone surrogate raises ValueError."""
+        return self._ids(self._tokenizer, self._before(after), text)
 
-        Raises:
-            ValueError: the text contains a lone surrogate. The other encoding methods raise this error too.
-        """
-        return self._encoded(self._tokenizer, text)
-
-    def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
+    def encode_plain(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """See `Tokenizer.encode_plain`. Added tokens that are not special, such as `<tool_call>`, are encoded as characters too."""
-        return self._encoded(self._plain, text)
+        return self.encode_guarded(self.guarded(text), after)
 
-    def _encoded(self, library: tokenizers.Tokenizer, text: str) -> Int32[np.ndarray, " tokens"]:
-        text.encode("utf-8")  # raises an error with the position of a lone surrogate
-        with self._library("cannot encode this text with"):
-            return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+    def encode_guarded(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
+        """See `Tokenizer.encode_guarded`. The whole text is encoded at once, because tokenizers add spaces at certain places of a text."""
+        before, plain = self._before(after), self._guards.restored(text)
+        found, guarded = self._found(self._tokenizer, before + plain), before + text
+        for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
+            if self._added.get(number) not in (None, guarded[begin:end].strip()):  # not the template's
+                return self._ids(self._guarding, before, text)
+        return self._ids(self._tokenizer, before, plain)
 
     @cached_property
-    def _plain(self) -> tokenizers.Tokenizer:
-        """A copy of the tokenizer without the added tokens."""
-        unused = dict.fromkeys(("post_processor", "truncation", "padding"))
-        described = {**self._json(_TOKENIZER), **unused, "added_tokens": []}
-        with self._library("without its added tokens cannot be loaded by"):
+    def _guarding(self) -> tokenizers.Tokenizer:
+        """A copy of the tokenizer that finds the added tokens first and restores guards afterwards."""
+        described = {**self._json(_TOKENIZER), "post_processor": None, "truncation": None, "padding": None}
+        steps = [described["normalizer"]] if described.get("normalizer") else []
+        for guard, first in self._guards.firsts.items():
+            steps.insert(0, {"type": "Replace", "pattern": {"String": chr(guard)}, "content": chr(first)})
+        known = self._tokenizer.get_added_tokens_decoder()
+        added = described.get("added_tokens") or []
+        added = [{**token, "normalized": False} for token in added if token["id"] in known]
+        described |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "added_tokens": added}
+        with self._library("with guards cannot be loaded by"):
             return tokenizers.Tokenizer.from_str(json.dumps(described))
 
-    def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """See `Tokenizer.encode_guarded`."""
-        text.encode("utf-8")
+    def _before(self, after: Before) -> str:
+        """Returns a text with the effect of the tokens `after` on the text that follows: a special token, or any ordinary text."""
+        return "" if after is None else self._added.get(int(after[-1]) if len(after) else -1, _ORDINARY)
+
+    def _ids(self, library: tokenizers.Tokenizer, before: str, text: str) -> Int32[np.ndarray, " tokens"]:
+        """Returns the ids of `text` after `before`. If a token would span ordinary text and `text`, `text` is encoded alone."""
+        found, start = self._found(library, before + text), len(before)
+        if before == _ORDINARY and any(begin < start < end for begin, end in found.offsets):
+            found, start = self._found(library, text), 0
+        first = next((place for place, (begin, _) in enumerate(found.offsets) if begin >= start), len(found))
+        return np.array(found.ids[first:], dtype=np.int32)
+
+    def _found(self, library: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+        text.encode("utf-8")  # raises an error with the position of a lone surrogate
         with self._library("cannot encode this text with"):
-            found = self._tokenizer.encode(text, add_special_tokens=False)
-        parts: list[Int32[np.ndarray, " tokens"]] = []
-        done = 0
-        for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
-            # A token is ignored if its text does not occur literally, but results from Unicode normalization.
-            if self._added.get(number) == text[begin:end].strip():
-                before = self.encode_plain(self._restored(text[done:begin]))
-                parts += [before, np.array([number], dtype=np.int32)]
-                done = end
-        return np.concatenate([*parts, self.encode_plain(self._restored(text[done:]))])
+            return library.encode(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a plain-text prompt, preceded by the beginning-of-text token if the model has one."""
@@ -204,7 +214,7 @@ class HuggingFaceTokenizer:
 
     def marked_text(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` with the special tokens, except those at the end."""
-        ends = (at for at in range(len(ids), 0, -1) if int(ids[at - 1]) not in self._special_ids)
+        ends = (at for at in range(len(ids), 0, -1) if int(ids[at - 1]) not in self.special_tokens.values())
         with self._library("cannot decode these ids with"):
             return self._tokenizer.decode(ids[: next(ends, 0)].tolist(), skip_special_tokens=False)
 
@@ -213,7 +223,7 @@ class HuggingFaceTokenizer:
         text = self._tokenizer.id_to_token(token) if 0 <= token <= _LARGEST_ID else None
         if text is None:
             return None
-        return b"" if token in self._special_ids else bytes_of_token(text, self._decoder)
+        return b"" if self._added.get(token) in self.special_tokens else bytes_of_token(text, self._decoder)
 
     @contextmanager
     def _library(self, deed: str) -> Iterator[None]:
@@ -271,15 +281,19 @@ class HuggingFaceTokenizer:
         return found
 
     def _template(self, config: Any) -> ChatTemplate | None:
-        name, content = _TEMPLATE, self.files.get(_TEMPLATE)
-        if content is None:
-            if isinstance(config, list):
-                known = [one for one in config if isinstance(one, Mapping) and one.get("name") == "default"]
-                config = known[-1].get("template") if known else None
-            if not isinstance(config, str):
-                return None
-            name, content = f"{_CONFIG}: chat_template", config.encode("utf-8")
-        return template_of(content, f"{self._place}/{name}", self._special_tokens)
+        name, content = f"{self._place}/{_CONFIG}: chat_template", self.files.get(_TEMPLATE)
+        if content is not None:
+            name, config = f"{self._place}/{_TEMPLATE}", content
+        if isinstance(config, list):
+            config = {one.get("name"): one.get("template") for one in config if isinstance(one, Mapping)}
+        named = config if isinstance(config, Mapping) else {"default": config}
+        made = {
+            key: ChatTemplate(source, name=name, special_tokens=self._special_tokens)
+            for key, source in named.items() if isinstance(source, str | bytes)
+        }  # fmt: skip
+        if (template := made.get("default")) is not None:
+            template.with_tools = made.get("tool_use", template)
+        return template
 
     def _json(self, name: str) -> Mapping[str, Any]:
         return read_object(self.files[name], f"{self._place}/{name}") if name in self.files else {}

@@ -5,6 +5,10 @@ Only the chat template may write special tokens. If a message contains the text 
 
 from collections.abc import Iterable
 
+import numpy as np
+from jaxtyping import Int
+
+Before = Int[np.ndarray, " before"] | None
 FIRST_GUARD = "\U0010f000"
 """The first of the private-use characters that are reserved for guards. Untrusted text may not contain this character or any later character."""
 
@@ -23,7 +27,7 @@ class Guards:
     def __init__(self, special: Iterable[str]) -> None:
         firsts = sorted({text[0] for text in special if text})
         self._guards = {ord(first): ord(FIRST_GUARD) + 1 + place for place, first in enumerate(firsts)}
-        self._firsts = {guard: first for first, guard in self._guards.items()}
+        self.firsts = {guard: first for first, guard in self._guards.items()}
 
     def guarded(self, text: str) -> str:
         """Replaces each character that can begin a special token by its guard.
@@ -40,4 +44,4 @@ class Guards:
 
     def restored(self, text: str) -> str:
         """Replaces each guard by the character that it represents."""
-        return text.translate(self._firsts)
+        return text.translate(self.firsts)

@@ -1,6 +1,6 @@
 """Stop ids and stop strings, which end a response in addition to the model's end token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 
@@ -23,8 +23,8 @@ class StopStrings:
 
     Only the most recent tokens are decoded. Every token with text has at least one byte, so a stop string of B bytes that ends in
     token n begins within the last B tokens with text. Four more tokens are decoded, because a decoder may drop the first space
-    of a text, and the first token may begin inside a character. Tokens without text, such as special tokens, are skipped.
-    The result does not depend on the number of new tokens per call to `find`.
+    of a text, and the first token may begin inside a character. Tokens without text are skipped. A special token has text only
+    if a stop string contains it. The result does not depend on the number of new tokens per call to `find`.
 
     >>> from dapo_jax.text.tokenizers import ByteTokenizer
     >>> stop = StopStrings(ByteTokenizer(), ["END"])
@@ -33,23 +33,25 @@ class StopStrings:
     (5, None, '7 ')
     """
 
-    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
-        """Stores the strings. Without strings, `find` always returns None.
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], ids: Sequence[int] = ()) -> None:
+        """Stores the strings, and token ids that act like stop strings. Without both, `find` always returns None.
 
         Raises:
             ValueError: a string is empty, or contains U+FFFD, which decoders write for incomplete characters.
         """
         for string in strings:
-            if not string:
+            if not string or "\ufffd" in string:
                 raise ValueError(
-                    "a stop string is empty, so every response would end before it begins; remove it"
-                )
-            if "\ufffd" in string:
-                raise ValueError(
-                    f"stop string {string!r} contains U+FFFD, which decoders write for incomplete characters; remove it"
+                    f"stop string {string!r} is empty, or contains U+FFFD, which decoders write for incomplete characters; remove it"
                 )
         self._tokenizer = tokenizer
-        self._strings = tuple(strings)
+        special: Mapping[str, int] = getattr(tokenizer, "special_tokens", {}) if strings else {}
+        spelled = sorted((text for text in special if any(text in each for each in strings)), key=len)[::-1]
+        marked = dict.fromkeys([*(special[text] for text in spelled), *ids])
+        self._marks = {token: chr(ord(FIRST_GUARD) + place) for place, token in enumerate(marked)}
+        self._special = {text: self._marks[special[text]] for text in spelled}  # the longest first
+        self.strings = (*strings, *map(self.marked, strings), *(self._marks[token] for token in ids))
+        """The stop strings, their `marked` forms, and the marks of the ids."""
         self._window = max((len(string.encode("utf-8")) for string in strings), default=0) + _ALIGNMENTS
         self._has_text: dict[int, bool] = {}
 
@@ -60,11 +62,11 @@ class StopStrings:
             token_ids: the response so far.
             start: number of tokens that earlier calls have already searched.
         """
-        if not self._strings or start == len(token_ids):
+        if not self.strings or start == len(token_ids):
             return None
         places = self._tail(token_ids, start)
         tail = token_ids[places]
-        text = self._tokenizer.decode(tail)
+        text = self.text(tail)
         # Further tokens change decoded text only where it has U+FFFD. So if the text of all tokens has no U+FFFD, it contains
         # every stop string that the text of fewer tokens contains.
         if "\ufffd" not in text and not self._holds(text):
@@ -74,8 +76,27 @@ class StopStrings:
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` up to the earliest stop string, or all of the text if it has no stop string."""
-        text = self._tokenizer.decode(ids)
-        return text[: min((place for s in self._strings if (place := text.find(s)) >= 0), default=len(text))]
+        text = self.text(ids)
+        end = min((place for s in self.strings if (place := text.find(s)) >= 0), default=len(text))
+        return self.unmarked(text[:end])
+
+    def text(self, ids: Int[np.ndarray, " tokens"] | list[int]) -> str:
+        """Returns the text of `ids`, with a private-use character, a mark, for each stop id and each special token in a stop string. Unknown ids have no text."""
+        size, marks = self._tokenizer.vocab_size, self._marks
+        known = np.array([each for each in ids if 0 <= each < size or each in marks], np.int32)
+        first, *others = np.split(known, np.flatnonzero(np.isin(known, [*self._marks])))
+        parts = (self._marks[int(part[0])] + self._tokenizer.decode(part[1:]) for part in others)
+        return self._tokenizer.decode(first) + "".join(parts)
+
+    def marked(self, text: str) -> str:
+        """Returns the text with the mark of each special token that a stop string contains."""
+        for special, mark in self._special.items():
+            text = text.replace(special, mark)
+        return text
+
+    def unmarked(self, text: str) -> str:
+        """Returns the text without marks."""
+        return text.translate(dict.fromkeys(map(ord, self._marks.values())))
 
     def _tail(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> list[int]:
         """Returns the positions of the new tokens with text, and of as many earlier tokens with text as a window needs."""
@@ -89,15 +110,15 @@ class StopStrings:
         """Returns whether the window that ends at `end` contains a stop string. Tries several starts, because the first token may begin inside a character."""
         begin = max(0, end - self._window)
         starts = range(begin, max(begin - _ALIGNMENTS, -1), -1)
-        return any(self._holds(self._tokenizer.decode(tail[at:end])) for at in starts)
+        return any(self._holds(self.text(tail[at:end])) for at in starts)
 
     def _holds(self, text: str) -> bool:
-        return any(string in text for string in self._strings)
+        return any(string in text for string in self.strings)
 
     def _text_in(self, token: int) -> bool:
         """Returns whether the token has text. The token is decoded twice in a row, because decoders may drop the first space of a text."""
         if token not in self._has_text:
-            self._has_text[token] = bool(self._tokenizer.decode(np.array([token, token], np.int32)))
+            self._has_text[token] = bool(self.text(np.array([token, token], np.int32)))
         return self._has_text[token]
 
 
@@ -107,7 +128,7 @@ def turn_end(tokenizer: Tokenizer) -> int:
     with suppress(ValueError):  # the template refuses these turns
         template = tokenizer.chat_template or ChatTemplate("", name="none")
         before, _, text = template.render(turns, today=date(2024, 7, 26)).partition(turns[0]["content"])
-        after = text.partition(turns[1]["content"])[2].lstrip()
+        after = text.partition(turns[1]["content"])[2].partition(FIRST_GUARD)[0].lstrip()
         [first, *_] = tokenizer.encode(after).tolist()
         plain = {*tokenizer.encode_plain(after).tolist(), *tokenizer.encode_plain(before).tolist()}
         begins = [token for token in tokenizer.encode(before).tolist() if token not in plain][-1:]

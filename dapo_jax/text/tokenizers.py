@@ -14,8 +14,9 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from dapo_jax.storage import file_bytes, files_of, path_of, write_whole
-from dapo_jax.text.chat import ChatTemplate, template_of
+from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.plain_json import read_object
+from dapo_jax.text.special_tokens import Before
 
 PAD_ID = 0
 EOS_ID = 1
@@ -49,16 +50,16 @@ class Tokenizer(Protocol):
     def chat_template(self) -> ChatTemplate | None:
         """The template that renders messages as text, or None if the model does not support conversations."""
 
-    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of `text` without adding special tokens."""
+    def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
+        """Returns the ids of `text`, which follows the tokens `after` (none: any text) or begins a prompt. Adds no special tokens."""
 
-    def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
+    def encode_plain(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of untrusted text. Special tokens that are spelled out in it are encoded as ordinary characters."""
 
     def guarded(self, text: str) -> str:
         """Returns untrusted text with guards against special tokens, for use in a chat template (see `special_tokens.Guards`)."""
 
-    def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
+    def encode_guarded(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a text with `guarded` parts. Special tokens that these parts spell out are encoded as ordinary characters."""
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -77,8 +78,8 @@ class _Plain:
     stop_ids: tuple[int, ...] = field(default=(EOS_ID,), init=False)
     chat_template: ChatTemplate | None = field(default=None, compare=False, kw_only=True)
 
-    def encode_plain(self: "Tokenizer", text: str) -> Int32[np.ndarray, " tokens"]:
-        """Does the same as `encode`, because no text can spell out a special token."""
+    def encode_plain(self: "Tokenizer", text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
+        """Does the same as `encode`, because no text can spell out a special token. No token depends on the token before it."""
         return self.encode(text)
 
     encode_guarded = encode_prompt = encode_plain
@@ -98,7 +99,7 @@ class ByteTokenizer(_Plain):
 
     vocab_size: int = field(default=_SPECIALS + 256, init=False)
 
-    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+    def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """Returns the bytes of `text`, offset by the number of special ids."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) + np.int32(_SPECIALS)
 
@@ -141,7 +142,7 @@ class CharTokenizer(_Plain):
         """Number of characters in the alphabet plus the 2 special ids."""
         return _SPECIALS + len(self.alphabet)
 
-    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+    def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of the characters of `text`.
 
         Raises:
@@ -244,7 +245,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
             "format, convert it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         ) from error
     kind = described.get("type")
-    chat_template = None if template is None else template_of(template, str(path.parent / _TEMPLATE_NAME))
+    name = str(path.parent / _TEMPLATE_NAME)
+    chat_template = None if template is None else ChatTemplate(template, name=name)
     if kind == "dapo_jax.byte":
         return ByteTokenizer(chat_template=chat_template)
     if kind != "dapo_jax.char":

@@ -1,14 +1,18 @@
 """Texts, ids and messages become ids; nothing is tokenized twice, and a tool's text contains no special token."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import dapo_jax
 from dapo_jax.environments import Context
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
-from tests.text.folders import byte_level_json, files_of, with_beginning
+from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer
+from tests.text.folders import CHATML, byte_level_json, files_of, with_beginning
+from tests.text.stop_strings_test import ids_of
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -66,6 +70,48 @@ def test_a_message_is_rendered_after_the_turn(chat):
     assert chat._tokenizer.decode([*turn, *appended], skip_special_tokens=False) == whole[len(before) :]
     cut = rendering.ids([message], after=turn[:-1])
     assert cut.tolist() == [chat.eos_id, *appended], "a turn that was cut off is ended"
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}</turn>\n{% endfor %}assistant:"
+GUESS = "{% for m in messages %}{{ m.content.rstrip('?') ~ '?' if m.role == 'assistant' else m.content }}{% endfor %}"
+SPACED = "{% for m in messages %}[{{ m.role }}] {{ m.content }} <|im_end|>{% endfor %}"
+HEADED = "{% for m in messages %}{{ '\n<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}{{ '\n<|im_start|>assistant\n' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "appended"),
+    [
+        (CHATML, ["4", 2], "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"),
+        (CHATML, ["4"], "<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"),
+        (CHATML, ["4", 2, "\n"], "<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"),
+        (CHATML, ["4 <|"], "<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"),
+        (PLAIN, ["4</turn>"], "\nuser: no</turn>\nassistant:"),
+        (PLAIN, ["4</turn>\n"], "user: no</turn>\nassistant:"),
+        (PLAIN, ["4</turn>\nuser:"], " no</turn>\nassistant:"),
+        (PLAIN, ["4 <", 0], "</turn>\nuser: no</turn>\nassistant:"),
+        (GUESS, ["39?"], "no"),
+        (GUESS, ["39"], "?no"),
+        (SPACED, ["4", 2], "[user] no <|im_end|>"),
+        (SPACED, ["4 ", 2], "[user] no <|im_end|>"),
+        (HEADED, ["4\n", 1], "user\nno\n<|im_start|>assistant\n"),
+        (HEADED, ["4\n"], "<|im_start|>user\nno\n<|im_start|>assistant\n"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", ["no"], "no"),
+    ],
+)
+def test_text_that_ends_a_turn_is_not_appended_again(template, turn, appended):
+    """The turn ends with a special token (2 is <|im_end|>, 1 is <|im_start|>) or with a stop string, which the template writes after an answer."""
+    chat = HuggingFaceTokenizer(files_of(template=template, eos_token="<|endoftext|>"))
+    found = Rendering(tokenizer=chat).ids([{"role": "user", "content": "no"}], after=ids_of(chat, turn))
+    assert chat._tokenizer.decode(found.tolist(), skip_special_tokens=False) == appended
+
+
+def test_a_stop_string_that_the_shipped_template_puts_back_is_there_once():
+    """The model's guesses end with the stop string "?". The template writes it again, because HTTP clients do not get it."""
+    shipped = load_tokenizer(Path(dapo_jax.__file__).parent / "assets" / "turns_quickstart")
+    answered = Rendering(tokenizer=shipped).ids(
+        [{"role": "user", "content": ">"}], after=shipped.encode("39?")
+    )
+    assert shipped.decode(answered) == ">"
 
 
 def test_a_message_after_another_end_token_keeps_the_templates_end_token():

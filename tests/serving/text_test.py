@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from dapo_jax.serving.text import GrowingText, decoded
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
+from tests.text.stop_strings_test import MERGED, SPECIAL_STOPS, ids_of
 
 
-def grown(tokenizer, pieces):
-    text = GrowingText(tokenizer)
+def grown(tokenizer, pieces, stop=()):
+    text = GrowingText(tokenizer, stop)
     return [*(text.add(piece) for piece in pieces), text.add([], last=True)]
 
 
@@ -59,6 +60,14 @@ def test_tokens_that_are_no_characters_are_not_decoded_again_and_again(size):
         longest = max(longest, len(text._window))
     assert "".join([*parts, text.add([], last=True)]) == data.decode("utf-8", "replace")
     assert longest < 30
+
+
+@pytest.mark.parametrize(("strings", "parts", "text"), SPECIAL_STOPS)
+@pytest.mark.parametrize("size", [1, 2, 50])
+def test_the_text_ends_before_a_stop_string_with_a_special_token(strings, parts, text, size):
+    ids = ids_of(MERGED, parts).tolist()
+    pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
+    assert "".join(grown(MERGED, pieces, strings)) == text
 
 
 def test_ids_outside_the_tokenizers_vocabulary_are_left_out():

@@ -134,3 +134,12 @@ def test_examples_come_before_an_earlier_conversation(chat_tokenizer):
     history = [{"role": role, "content": text} for role, text in talk]
     shown = [talk[0], ("user", "1+1"), ("assistant", "2"), *talk[1:]]
     assert text_of(history, chat_tokenizer, few_shot=EXAMPLES[:1]) == turns(*shown)
+
+
+def test_a_developer_message_comes_first_like_a_system_message(chat_tokenizer):
+    asked = [{"role": "developer", "content": "S"}, *ASKED]
+    assert text_of(asked, chat_tokenizer, few_shot=EXAMPLES[:1]) == turns(
+        ("system", "S"), ("user", "1+1"), ("assistant", "2"), ("user", "1+1")
+    )
+    with pytest.raises(ValueError, match=r"data\.system_prompt"):
+        text_of(asked, chat_tokenizer, system_prompt="b")

@@ -76,6 +76,50 @@ def test_special_tokens_inside_a_string_do_not_hide_it():
     assert stop.find(ids[:-1], 0) is None
 
 
+END, START = 2, 1
+"""Ids of <|im_end|> and <|im_start|>."""
+SPECIAL_STOPS = [
+    (["<|im_end|>"], ["4", END], "4"),
+    (["<|im_end|>\n"], ["4", END, "\n"], "4"),
+    (["x<|im_end|>"], ["4", END, "x", END], "4"),
+    (["\n<|im_start|>user"], ["4", "\n", START, "us", "er"], "4"),
+    (["<|im_end|><|im_start|>"], ["4", END, "y", END, START], "4y"),
+    (["<|im_end|>", "46"], ["4", END], "4"),
+    (["<|im_end|>", "46"], ["a46"], "a"),
+    (["<|im_end|>"], ["é", END], "é"),
+    (["<|im_end|>"], [END], ""),
+    (["<|im_end|>"], ["4<|im_end", "|>"], "4"),  # spelled with ordinary tokens
+]
+
+
+def ids_of(tokenizer, parts):
+    """Tokens of texts, which may not contain special tokens, and special ids between them."""
+    encoded = [
+        [part] if isinstance(part, int) else tokenizer.encode_plain(part, NOTHING).tolist() for part in parts
+    ]
+    return np.array([token for each in encoded for token in each], np.int32)
+
+
+NOTHING = np.zeros(0, np.int32)
+
+
+@pytest.mark.parametrize(("strings", "parts", "text"), SPECIAL_STOPS)
+def test_a_string_with_a_special_token_is_found_among_the_ids(strings, parts, text):
+    ids = ids_of(MERGED, parts)
+    stop = StopStrings(MERGED, strings)
+    for sizes in ([], [1] * len(ids), [2] * len(ids)):
+        assert in_blocks(stop, np.append(ids, MERGED.encode(" and more")), sizes) == len(ids)
+    assert stop.find(ids[:-1], 0) is None
+    assert stop.decode(ids) == text
+
+
+def test_a_special_token_outside_the_strings_does_not_stop_and_has_no_text():
+    stop = StopStrings(MERGED, ["<|im_end|>x"])
+    ids = ids_of(MERGED, ["4", START, "5", END, "y", END])
+    assert stop.find(ids, 0) is None
+    assert stop.decode(ids) == "45y"
+
+
 def test_the_text_is_cut_before_the_string_and_otherwise_whole():
     stop = StopStrings(MERGED, ["Question:", "\n\n"])
     assert stop.decode(MERGED.encode(" 46\n\nQuestion: what")) == " 46"
