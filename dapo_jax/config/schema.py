@@ -496,8 +496,8 @@ class OptimizerConfig(Section, at="optimizer"):
     """The optimizer, on float32 master weights (Section 4.1)."""
 
     name: str = key("adamw", choices=["adamw", "muon"], aliases="optim")
-    """adamw, or muon (https://kellerjordan.github.io/posts/muon/), which orthogonalizes the updates of weight matrices, and uses AdamW for all other parameters.
-    Its updates have about the size of AdamW's, so the same learning rates are suitable. It stores one moment per element of a matrix instead of two."""
+    """adamw, or muon (https://kellerjordan.github.io/posts/muon/), which orthogonalizes the update of each weight matrix (also of each expert and
+    router), and uses AdamW for all other parameters. Its updates have about the size of AdamW's, so the same learning rates are suitable. It stores one moment per element of a matrix instead of two."""
     learning_rate: float = key(1e-6, range=POSITIVE, aliases="lr")
     """Learning rate, which is constant after the warm-up. (Section 4.1)"""
     warmup_steps: int = key(20, aliases="lr_warmup_steps warmup_ratio")

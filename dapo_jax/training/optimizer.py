@@ -28,8 +28,8 @@ def make_optimizer(
 
     Weight decay applies to all matrices and vectors, as in PyTorch's AdamW. Calls with the same arguments return the same object and share compiled programs.
 
-    `name="muon"` is `optax.contrib.muon` with Nesterov momentum 0.95. It orthogonalizes the update of each weight matrix of each layer, and requires parameters with
-    logical axes. Embeddings, norms and biases use AdamW with Nesterov momentum, and `beta1` and `beta2` apply to these parameters only.
+    `name="muon"` is `optax.contrib.muon` with Nesterov momentum 0.95. It orthogonalizes the update of each weight matrix of each layer and expert, and of routers, and
+    requires parameters with logical axes. Embeddings, norms, filters and biases use AdamW with Nesterov momentum. `beta1` and `beta2` apply to these parameters only.
 
     References:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, https://kellerjordan.github.io/posts/muon/
@@ -52,17 +52,17 @@ def make_optimizer(
 
 
 def _matrices(params: Any) -> Any:
-    """Returns the input and output dimensions of each weight matrix, without the dimension of stacked layers, and None for all other parameters."""
+    """Returns the input and output dimensions of each weight matrix, without the dimensions of layers and experts, and None for all other parameters."""
 
     def dimensions(leaf: nnx.Variable) -> nnx.Variable:
         axes = leaf.get_metadata()["axes"]
-        outputs = output_dimensions(axes) if len(axes) > 1 else 1
+        outputs = output_dimensions(axes)
         # Norms of all heads together and filters of convolutions have several dimensions too, but only a router is a matrix.
         no_matrix = axes[-1] == "norm" and axes[0] != "features"
-        if "vocab" in axes or outputs == len(axes) or no_matrix:
+        if "vocab" in axes or outputs.stop == len(axes) or no_matrix:
             return leaf.replace(None)
         last = tuple(range(-len(axes), 0))  # the dimension of stacked layers is before them
-        return leaf.replace(MuonDimensionNumbers(last[outputs:], last[:outputs]))
+        return leaf.replace(MuonDimensionNumbers(last[outputs.stop :], last[outputs.start : outputs.stop]))
 
     return jax.tree.map(dimensions, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
