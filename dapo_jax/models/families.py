@@ -343,7 +343,9 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         replace(config.base, vocab_multiple=1).for_length(2**62),
     )
     if lost := [
-        field.name for field in fields(config) if getattr(found, field.name) != getattr(config, field.name)
+        field.name
+        for field in fields(config)
+        if field.compare and getattr(found, field.name) != getattr(config, field.name)
     ]:
         raise ValueError(
             f"models of the family {config.family} cannot have these values of {', '.join(lost)}: "
@@ -358,7 +360,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     Raises:
         ValueError: a key is missing, or the decoder does not support its value.
     """
-    described = _text_part(described, where)
+    outer, described = described, _text_part(described, where)
     name = str(described.get("model_type"))
     if name not in FAMILIES:
         raise ValueError(f"{where}: model_type {name!r} is not one of {', '.join(FAMILIES)}. {WHAT_LOADS}")
@@ -380,7 +382,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
             raise ValueError(f"{where} lacks the key {key!r}")
         kind = bool if ours == "tied_embeddings" else float if ours == "norm_eps" else int
         sizes[ours] = _checked(values, key, kind, where)
-    found: dict[str, Any] = dict(family.switches)
+    found: dict[str, Any] = {**family.switches, "wrapped": outer is not described}
     for key, ours in _NUMBERS.items():
         if key in family.defaults and values[key] is not None:
             found[ours] = _checked(values, key, float, where)
@@ -406,7 +408,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
 
 
 def _text_part(described: Mapping[str, Any], where: object) -> Mapping[str, Any]:
-    """Returns the text_config of a model for images and text, or the whole config.json of a text model."""
+    """Returns the text_config of a model for images and text, completed by keys outside it, or the whole config.json of a text model."""
     if (name := str(described.get("model_type"))) not in WRAPPED:
         return described
     architecture, inner = WRAPPED[name]
@@ -420,12 +422,8 @@ def _text_part(described: Mapping[str, Any], where: object) -> Mapping[str, Any]
         raise ValueError(
             f"{where}: architectures {named!r} is not supported (only {architecture}). {WHAT_LOADS}"
         )
-    outside = {
-        key: described[key]
-        for key in ("tie_word_embeddings", "quantization_config", "auto_map")
-        if key in described
-    }
-    return {**text, **_present(outside)}
+    outside = ("tie_word_embeddings", "quantization_config", "auto_map")
+    return {**text, **{key: described.get(key) for key in outside if text.get(key) is None}}
 
 
 def _fields(family: Family) -> dict[str, str]:
