@@ -113,6 +113,8 @@ def save_adapter(
     written = write_file(folder / ADAPTER_TENSORS, tensors, dtype=dtype)
     shape = config.lora
     assert shape is not None
+    # For PEFT, a list also names layers of an image encoder, and a text is a pattern for the whole name of a module.
+    pattern = rf".*language_model\..*\.({'|'.join(shape.targets)})"
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -120,10 +122,7 @@ def save_adapter(
         "revision": revision or None,
         "r": shape.rank,
         "lora_alpha": int(shape.alpha) if shape.alpha.is_integer() else shape.alpha,
-        # As a list, they would also name layers of an image encoder. A text is a pattern for the whole name of a module.
-        "target_modules": rf".*language_model\..*\.({'|'.join(shape.targets)})"
-        if config.wrapped
-        else list(shape.targets),
+        "target_modules": pattern if config.wrapped else list(shape.targets),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -338,14 +338,10 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         **family.written,
     }
     described.setdefault("attention_bias", False)
-    found, config = (
-        understand(described, "config.json"),
-        replace(config.base, vocab_multiple=1).for_length(2**62),
-    )
+    found = understand(described, "config.json")
+    config = replace(config.base, vocab_multiple=1, wrapped=False).for_length(2**62)
     if lost := [
-        field.name
-        for field in fields(config)
-        if field.compare and getattr(found, field.name) != getattr(config, field.name)
+        field.name for field in fields(config) if getattr(found, field.name) != getattr(config, field.name)
     ]:
         raise ValueError(
             f"models of the family {config.family} cannot have these values of {', '.join(lost)}: "

@@ -70,17 +70,11 @@ def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
         ValueError: config.json is missing, is not JSON, lacks a key, or describes an unsupported model.
     """
     path = path_of(folder) / CONFIG
-    described = read_json(path)
-    config = understand(described, path)
-    if (
-        config.wrapped
-        and described.get("tie_word_embeddings", config.tied_embeddings) != config.tied_embeddings
-    ):
-        # As in transformers, the file decides. Without weights, for example in a plan, text_config does.
-        with suppress(ValueError):
-            return replace(
-                config, tied_embeddings="lm_head.weight" not in SafetensorsFolder(path.parent).shapes
-            )
+    config = understand(described := read_json(path), path)
+    if config.wrapped and described.get("tie_word_embeddings") not in (None, config.tied_embeddings):
+        with suppress(ValueError):  # As in transformers, the file decides. Without weights, text_config does.
+            tied = "lm_head.weight" not in SafetensorsFolder(path.parent).shapes
+            return replace(config, tied_embeddings=tied)
     return config
 
 

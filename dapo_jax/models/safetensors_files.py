@@ -148,14 +148,8 @@ class SafetensorsFolder:
             raise ValueError(f"cannot read {name} from {path}: {error}") from error
 
 
-_OTHER_PREFIXES = (
-    "vision_tower.",
-    "model.vision_tower.",
-    "multi_modal_projector.",
-    "model.multi_modal_projector.",
-    "model.visual.",
-    "mtp.",
-)
+_OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
+"""The prefixes of all other tensors in these models, which `model.` may precede."""
 
 
 def _of_text_model(names: Sequence[str]) -> dict[str, str]:
@@ -165,7 +159,7 @@ def _of_text_model(names: Sequence[str]) -> dict[str, str]:
         return {name: name for name in names}
     found = {}
     for stored, name in inner.items():
-        if not name.startswith(_OTHER_PREFIXES):
+        if not name.removeprefix("model.").startswith(_OTHER_PREFIXES):
             prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
             of_text = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
             found[stored.removesuffix(name) + of_text] = stored

@@ -58,8 +58,7 @@ def _matrices(params: Any) -> Any:
         axes = leaf.get_metadata()["axes"]
         outputs = output_dimensions(axes)
         # Norms of all heads together and filters of convolutions have several dimensions too, but only a router is a matrix.
-        no_matrix = axes[-1] == "norm" and axes[0] != "features"
-        if "vocab" in axes or outputs.stop == len(axes) or no_matrix:
+        if "vocab" in axes or outputs.stop == len(axes) or (axes[-1] == "norm" and axes[0] != "features"):
             return leaf.replace(None)
         last = tuple(range(-len(axes), 0))  # the dimension of stacked layers is before them
         return leaf.replace(MuonDimensionNumbers(last[outputs.stop :], last[outputs.start : outputs.stop]))
