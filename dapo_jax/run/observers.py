@@ -114,10 +114,9 @@ class StepProgress(Observer):
         """Shows the number of groups so far, and warnings. Each kind of warning is shown at most once per run."""
         sampled, tally = self._now.cursor - self._began, self._now.tally
         self._first_wave = self._first_wave or sampled
-        for i, one in enumerate(group.rollouts) if self._example is None else ():
-            if one.text and one.verdict.extracted is not None:
-                self._example = group, i
-                break
+        given = [i for i, one in enumerate(group.rollouts) if one.text and one.verdict.extracted is not None]
+        if given and self._example is None:
+            self._example = group, given[0]
         self._shown.phase("sample", collector.kept, collector.needed)
         stage = f"{self._now.stage}  " if self._now.stage else ""
         found = {

@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 
-from dapo_jax.models.layout import output_dimensions
+from dapo_jax.models.layout import BATCH_AXES, output_dimensions
 
 MUON_RMS = 0.2
 """Root mean square of an orthogonalized update, as in an AdamW update (Liu et al. 2025). One learning rate therefore suits both optimizers."""
@@ -46,6 +46,7 @@ def make_optimizer(
             muon_weight_dimension_numbers=_matrices,
             consistent_rms=MUON_RMS,
         )
+        rule = _with_experts_first(rule)
     else:
         rule = optax.adamw(1.0, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), rule)
@@ -64,6 +65,22 @@ def _matrices(params: Any) -> Any:
         return leaf.replace(MuonDimensionNumbers(last[outputs.stop :], last[outputs.start : outputs.stop]))
 
     return jax.tree.map(dimensions, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def _with_experts_first(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Wraps `muon`, which merges its batch axes. With layers before experts, which may be on several devices, all matrices would be gathered on each device."""
+
+    def turned(tree: Any) -> Any:
+        def turn(leaf: Any) -> Any:
+            batch = isinstance(leaf, nnx.Variable) and set(BATCH_AXES) & set(leaf.get_metadata()["axes"])
+            return jax.tree.map(lambda array: array.swapaxes(0, 1), leaf) if batch else leaf
+
+        return jax.tree.map(turn, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return turned(rule.update(turned(updates), turned(state), turned(params)))
+
+    return optax.GradientTransformation(lambda params: turned(rule.init(turned(params))), update)
 
 
 def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:

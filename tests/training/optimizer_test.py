@@ -1,5 +1,6 @@
 """Muon against optax on the matrices of single layers, and on a mesh."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from flax import nnx
 from optax.contrib import muon
 
-from dapo_jax.models.presets import PRESETS, DecoderConfig, DeltaSizes, preset
+from dapo_jax.models.presets import PRESETS, DecoderConfig, DeltaSizes, Experts, preset
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -138,6 +139,26 @@ def test_muon_on_a_mesh_is_muon_on_one_device(axes):
         for gradient in grads:
             change, moments = update(jax.device_put(gradient, placed.params), moments, state.params)
     expected = changes(params, MUON, grads)[-1]
+    for name, leaf in names_of(change).items():
+        np.testing.assert_allclose(leaf, expected[name], atol=1e-4, rtol=1e-5)
+
+
+def test_experts_on_several_devices_are_orthogonalized_where_they_are():
+    """The matrices of 8 experts on 4 devices move as on one device, and the program gathers none of them."""
+    config = tiny_decoder_config(layers=3, experts=Experts(8, 2, normalize=True))
+    params, mesh = tiny_params(config), make_mesh(devices=jax.devices()[:4], fsdp=4)
+    optimizer = make_optimizer(name="muon")
+    placed = state_shardings(params, optimizer, mesh)
+    state, gradient = init_state(params, optimizer, mesh), gradients(params)[0]
+    given = jax.device_put(gradient, placed.params), state.opt_state, state.params
+    with jax.numpy_dtype_promotion("standard"):
+        update = (
+            jax.jit(optimizer.update, out_shardings=(placed.params, placed.opt_state)).lower(*given).compile()
+        )
+    gathered = re.findall(r"= f32\[([0-9,]+)\]\S* all-gather\(", update.as_text())
+    assert not [shape for shape in gathered if len(shape.split(",")) > 3 or "24," in shape]
+    change, _ = update(*given)
+    expected = changes(params, optimizer, [gradient])[0]
     for name, leaf in names_of(change).items():
         np.testing.assert_allclose(leaf, expected[name], atol=1e-4, rtol=1e-5)
 
