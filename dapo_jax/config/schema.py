@@ -378,8 +378,8 @@ class LossConfig(Section, at="loss"):
         default_factory=list,
         aliases="rollout_rs_threshold rollout_rs_threshold_lower rollout_is_threshold_lower vllm_importance_sampling_clip_min",
     )
-    """Range of the ratio that mask keeps, or of the geometric mean that keep_responses keeps. Tokens or responses outside this range are excluded from the loss.
-    If empty, the range is [0.5, 2.0] for mask and [0.99, 1.01] for keep_responses."""
+    """Range of the ratio that mask keeps, or of the geometric mean that keep_responses keeps. Tokens or responses outside this range are excluded from the loss,
+    but they count in the baseline and in the scale of the advantages, and in the mean over tokens. If empty, the range is [0.5, 2.0] for mask and [0.99, 1.01] for keep_responses."""
     drop_off_policy: float | None = key(None, aliases="off_policy_mask_threshold")
     """Exclude responses with a negative advantage whose mean log(pi_sampler / pi) over the tokens exceeds this limit, in nats per token (DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556). pi is the policy of the current update. null keeps all responses."""
@@ -496,8 +496,8 @@ class OptimizerConfig(Section, at="optimizer"):
     """The optimizer, on float32 master weights (Section 4.1)."""
 
     name: str = key("adamw", choices=["adamw", "muon"], aliases="optim")
-    """adamw, or muon (https://kellerjordan.github.io/posts/muon/), which orthogonalizes the updates of weight matrices, and uses AdamW for all other parameters.
-    Its updates have about the size of AdamW's, so the same learning rates are suitable. It stores one moment per element of a matrix instead of two."""
+    """adamw, or muon (https://kellerjordan.github.io/posts/muon/), which orthogonalizes the update of each weight matrix (also of each expert and
+    router), and uses AdamW for all other parameters. Its updates have about the size of AdamW's, so the same learning rates are suitable. It stores one moment per element of a matrix instead of two."""
     learning_rate: float = key(1e-6, range=POSITIVE, aliases="lr")
     """Learning rate, which is constant after the warm-up. (Section 4.1)"""
     warmup_steps: int = key(20, aliases="lr_warmup_steps warmup_ratio")
@@ -694,9 +694,9 @@ class TrainConfig(RunConfig):
         return self.dynamic_sampling.prompts_per_wave or 3 * self.batch.prompts_per_step
 
     @property
-    def learns_rewards(self) -> bool:
-        """Whether advantages depend on rewards. False with a teacher, unless `teacher.rewards` is set."""
-        return self.teacher.rewards or not self.teacher.source
+    def learnt_metric(self) -> str:
+        """`dynamic_sampling.metric`, or an empty text if advantages do not depend on rewards: with a teacher, unless `teacher.rewards` is set."""
+        return self.dynamic_sampling.metric if self.teacher.rewards or not self.teacher.source else ""
 
     @property
     def correction(self) -> Correction:

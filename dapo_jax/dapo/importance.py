@@ -16,7 +16,7 @@ An episode with several contexts becomes one training example per context, and t
 
 `drop_off_policy` is independent of these rules: it excludes responses with negative advantages from which the current policy has moved away.
 
-Weights are constants without a gradient. Values where the mask is False are ignored and may be NaN.
+Weights are constants without a gradient. Tokens and responses of weight 0 count in the baseline and the scale of the advantages, and in the mean over tokens. Values where the mask is False are ignored and may be NaN.
 
 References:
     Ionides, "Truncated Importance Sampling", 2008. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025,

@@ -125,7 +125,7 @@ class TinyStep(ExitStack, Observer):
         message = f"{scores if by_score else f'{right} of {len(rollouts)} are correct'}, {lost} got no verdict, {time.monotonic() - began:.1f} s"
         if lost:
             return Found(message, "warning", "raise reward.timeout_s or reward.worker_memory_mb")
-        if by_score or right:
+        if by_score or right or not self._whole.learnt_metric:
             return Found(message)
         if self.config.model.source.startswith("preset:"):
             return Found(f"{message}; with random weights, a response is correct only by chance")

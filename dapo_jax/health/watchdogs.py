@@ -53,7 +53,7 @@ class Watchdogs:
     """Raises warnings step by step. They depend only on metrics, so a resumed run that loads its earlier metrics raises the same warnings."""
 
     def __init__(self, *, metric: str = "correct", history: Iterable[StepMetrics] = ()) -> None:
-        """`metric` is `dynamic_sampling.metric`; `history` contains the metrics of earlier steps."""
+        """`metric` is `TrainConfig.learnt_metric`; `history` contains the metrics of earlier steps."""
         self._metric = metric
         self._seen: dict[str, list[float]] = defaultdict(list)
         for step in history:
@@ -92,7 +92,7 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
       the first `WINDOW // 2` steps by at most two standard errors of the difference, and accuracy is below 0.9.
 
     The first three conditions compare means over the last and the first three steps. If `metric` is `score`, accuracy is
-    ignored, because a score may have no maximum.
+    ignored, because a score may have no maximum. If it is empty, rewards are not learnt, and the last two conditions never hold.
     """
     accuracy = seen["rollout/accuracy"][-RECENT:]
     done = metric == "correct" and bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
@@ -100,8 +100,8 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
         "length_collapse": _length_collapse(seen),
         "entropy_collapse": "" if done or seen["teacher/reverse_kl"] else _entropy_collapse(seen),
         "truncation": _truncation(seen),
-        "flat_groups": _flat_groups(seen, metric),
-        "reward_stuck": "" if done else _reward_stuck(seen),
+        "flat_groups": _flat_groups(seen, metric) if metric else "",
+        "reward_stuck": "" if done or not metric else _reward_stuck(seen),
     }
     return {name: text for name, text in found.items() if text}
 

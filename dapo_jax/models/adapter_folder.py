@@ -4,10 +4,12 @@ The decoder supports a subset of PEFT's LoRA settings. Any other setting raises 
 """
 
 import re
+import warnings
 from typing import Any, NamedTuple
 
 from flax import nnx
 
+from dapo_jax.models.folder import NOT_LOADED
 from dapo_jax.models.lora import LoraShape, lora_shape
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder, read_json, write_file, write_json
@@ -69,6 +71,8 @@ def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
             needs = ", ".join(map(repr, covered))
             raise ValueError(f"{path}: {key}={value!r} is not supported (only {needs})")
     file = SafetensorsFolder(folder, single=ADAPTER_TENSORS)
+    if file.skipped:
+        warnings.warn(f"{file.where}: {file.skipped} {NOT_LOADED}", stacklevel=2)
     # Tensors whose names do not match are reported later, when the weights are loaded.
     targets = sorted({match[1] for name in file.shapes if (match := _ADAPTED.fullmatch(name))})
     rank, alpha = found.get("r"), found.get("lora_alpha")
@@ -109,6 +113,8 @@ def save_adapter(
     written = write_file(folder / ADAPTER_TENSORS, tensors, dtype=dtype)
     shape = config.lora
     assert shape is not None
+    # For PEFT, a list also names layers of an image encoder, and a text is a pattern for the whole name of a module.
+    pattern = rf".*language_model\..*\.({'|'.join(shape.targets)})"
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -116,7 +122,7 @@ def save_adapter(
         "revision": revision or None,
         "r": shape.rank,
         "lora_alpha": int(shape.alpha) if shape.alpha.is_integer() else shape.alpha,
-        "target_modules": list(shape.targets),
+        "target_modules": pattern if config.wrapped else list(shape.targets),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

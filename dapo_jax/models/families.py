@@ -310,17 +310,14 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
     settings = _rope_settings(rope or Rope(), reads)
     if config.query_growth is not None:
         settings["llama_4_scaling_beta"], settings[_ORIGINAL] = config.query_growth
-    scaling = {
-        key: value for key, value in settings.items() if key not in ("rope_theta", "partial_rotary_factor")
-    }
+    outside = ("rope_theta", "partial_rotary_factor")
+    scaling = {key: value for key, value in settings.items() if key not in outside}
     parameters = settings
     if family.two_ropes:
-        parameters = {
-            "full_attention": settings,
-            "sliding_attention": _rope_settings(others[0] or Rope(), reads),
-        }
+        near = _rope_settings(others[0] or Rope(), reads)
+        parameters = {"full_attention": settings, "sliding_attention": near}
         if "rope_local_base_freq" in reads:
-            described["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+            described["rope_local_base_freq"] = near["rope_theta"]
     described |= {key: settings[key] for key in ("partial_rotary_factor", _ORIGINAL) if key in settings}
     described |= {
         "model_type": config.family,
@@ -338,10 +335,8 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         **family.written,
     }
     described.setdefault("attention_bias", False)
-    found, config = (
-        understand(described, "config.json"),
-        replace(config.base, vocab_multiple=1).for_length(2**62),
-    )
+    found = understand(described, "config.json")
+    config = replace(config.base, vocab_multiple=1, wrapped=False).for_length(2**62)
     if lost := [
         field.name for field in fields(config) if getattr(found, field.name) != getattr(config, field.name)
     ]:
@@ -358,7 +353,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     Raises:
         ValueError: a key is missing, or the decoder does not support its value.
     """
-    described = _text_part(described, where)
+    outer, described = described, _text_part(described, where)
     name = str(described.get("model_type"))
     if name not in FAMILIES:
         raise ValueError(f"{where}: model_type {name!r} is not one of {', '.join(FAMILIES)}. {WHAT_LOADS}")
@@ -380,7 +375,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
             raise ValueError(f"{where} lacks the key {key!r}")
         kind = bool if ours == "tied_embeddings" else float if ours == "norm_eps" else int
         sizes[ours] = _checked(values, key, kind, where)
-    found: dict[str, Any] = dict(family.switches)
+    found: dict[str, Any] = {**family.switches, "wrapped": outer is not described}
     for key, ours in _NUMBERS.items():
         if key in family.defaults and values[key] is not None:
             found[ours] = _checked(values, key, float, where)
@@ -406,7 +401,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
 
 
 def _text_part(described: Mapping[str, Any], where: object) -> Mapping[str, Any]:
-    """Returns the text_config of a model for images and text, or the whole config.json of a text model."""
+    """Returns the text_config of a model for images and text, completed by keys outside it, or the whole config.json of a text model."""
     if (name := str(described.get("model_type"))) not in WRAPPED:
         return described
     architecture, inner = WRAPPED[name]
@@ -420,12 +415,8 @@ def _text_part(described: Mapping[str, Any], where: object) -> Mapping[str, Any]
         raise ValueError(
             f"{where}: architectures {named!r} is not supported (only {architecture}). {WHAT_LOADS}"
         )
-    outside = {
-        key: described[key]
-        for key in ("tie_word_embeddings", "quantization_config", "auto_map")
-        if key in described
-    }
-    return {**text, **_present(outside)}
+    outside = ("tie_word_embeddings", "quantization_config", "auto_map")
+    return {**text, **{key: described.get(key) for key in outside if text.get(key) is None}}
 
 
 def _fields(family: Family) -> dict[str, str]:
@@ -481,13 +472,11 @@ def _check_supported(described: Mapping[str, Any], family: Family, where: object
     full = ("full_attention", "attention")
     if "full_attention_interval" in family.defaults:
         full = ("full_attention", "linear_attention")
-    supported = (
-        (*full, "sliding_attention") if {"layer_types", "sliding_window"} <= set(family.defaults) else full
-    )
+    windowed = {"layer_types", "sliding_window"} <= set(family.defaults)
+    supported = (*full, "sliding_attention") if windowed else full
     kinds = described.get("layer_types") or ()
-    if odd := [
-        kind for kind in (kinds if isinstance(kinds, list | tuple) else [kinds]) if kind not in supported
-    ]:
+    kinds = kinds if isinstance(kinds, list | tuple) else [kinds]
+    if odd := [kind for kind in kinds if kind not in supported]:
         raise ValueError(
             f"{where}: layer_types has {odd[0]!r} (only {' or '.join(map(repr, supported))} loads). {WHAT_LOADS}"
         )
@@ -521,11 +510,9 @@ def _layer_fields(
     if kinds is None and "no_rope_layers" in reads:
         kinds = ["sliding_attention" if window and not turn else "full_attention" for turn in turns]
     if kinds is None:
-        every = (
-            _period(values["sliding_window_pattern"], where)
-            if "sliding_window_pattern" in reads
-            else family.full_every
-        )
+        every = family.full_every
+        if "sliding_window_pattern" in reads:
+            every = _period(values["sliding_window_pattern"], where)
         every = 1 if window is None and not family.two_ropes else every
         kinds = [
             "full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(layers)
@@ -542,10 +529,8 @@ def _layer_fields(
     if "full_attention_interval" in reads:
         made["delta_layers"] = tuple(kind == "linear_attention" for kind in kinds)
     if family.two_ropes:
-        made["ropes"], made["rope_of_layer"] = (
-            _two_ropes(values, described, family, sizes, where),
-            tuple(map(int, sliding)),
-        )
+        made["ropes"] = _two_ropes(values, described, family, sizes, where)
+        made["rope_of_layer"] = tuple(map(int, sliding))
         return made
     rope, settings = _rope(described, family, sizes, where)
     made["ropes"] = (rope,)
@@ -556,11 +541,9 @@ def _layer_fields(
             _checked(settings, "llama_4_scaling_beta", float, where),
             _checked({_ORIGINAL: sizes["max_positions"], **settings}, _ORIGINAL, int, where),
         )
-    still = (
-        [bool(windows) and not slides for slides in sliding]
-        if family.still_full
-        else [not turn for turn in turns]
-    )
+    still = [not turn for turn in turns]
+    if family.still_full:
+        still = [bool(windows) and not slides for slides in sliding]
     if any(still):
         made["ropes"], made["rope_of_layer"] = (rope, None), tuple(map(int, still))
     return made
@@ -607,13 +590,9 @@ def _two_ropes(
         raise ValueError(
             f"{where}: rope_parameters has the keys {sorted(nested)}; it must have {' and '.join(kinds)}"
         )
-    ropes = [
-        _rope(
-            {**(described if kind == kinds[0] else {}), "rope_parameters": nested[kind]}, family, sizes, where
-        )[0]
-        for kind in kinds
-    ]
-    return ropes[0], ropes[1]
+    full, _ = _rope({**described, "rope_parameters": nested[kinds[0]]}, family, sizes, where)
+    near, _ = _rope({"rope_parameters": nested[kinds[1]]}, family, sizes, where)
+    return full, near
 
 
 def _rope_settings(rope: Rope, reads: Mapping[str, Any]) -> dict[str, Any]:
@@ -634,9 +613,8 @@ def _rope(
 ) -> tuple[Rope, dict[str, Any]]:  # fmt: skip
     """Returns the rotation and its settings, from rope_parameters (transformers 5), or from rope_theta and rope_scaling (transformers 4)."""
     notations = [_settings(described, key, where) for key in ("rope_parameters", "rope_scaling")]
-    found = [_completed(rope, described, family) for rope in notations if rope] or [
-        _completed({}, described, family)
-    ]
+    given = [rope for rope in notations if rope] or [{}]
+    found = [_completed(rope, described, family) for rope in given]
     if found[0] != found[-1]:
         raise ValueError(f"{where}: rope_parameters {found[0]} and rope_scaling {found[1]} differ; keep one")
     rope = found[0]

@@ -6,6 +6,8 @@ Tensor names and orientations are the same as in transformers' Llama, Qwen2 and 
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -68,7 +70,12 @@ def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
         ValueError: config.json is missing, is not JSON, lacks a key, or describes an unsupported model.
     """
     path = path_of(folder) / CONFIG
-    return understand(read_json(path), path)
+    config = understand(described := read_json(path), path)
+    if config.wrapped and described.get("tie_word_embeddings") not in (None, config.tied_embeddings):
+        with suppress(ValueError):  # As in transformers, the file decides. Without weights, text_config does.
+            tied = "lm_head.weight" not in SafetensorsFolder(path.parent).shapes
+            return replace(config, tied_embeddings=tied)
+    return config
 
 
 def save_model(

@@ -17,9 +17,14 @@ Mixture = Callable[..., Array]
 """A function like `dapo_jax.models.experts.mixture` with bound activation and dtype."""
 
 
-def output_dimensions(axes: tuple[str, ...]) -> int:
-    """Returns how many leading dimensions of a matrix with these logical axes are output dimensions. A matrix product sums over all other dimensions."""
-    return 2 if axes[1:2] == ("head_dim",) or axes[0] == "experts" else 1
+BATCH_AXES = ("experts",)
+"""Logical axes that number matrices. In a stack of layers, an axis for layers without a name precedes them."""
+
+
+def output_dimensions(axes: tuple[str, ...]) -> range:
+    """Returns the output dimensions of a matrix with these logical axes. A matrix product sums over later dimensions. Earlier ones number matrices."""
+    first = sum(axis in BATCH_AXES for axis in axes)
+    return range(first, first + 1 + (axes[first + 1 : first + 2] == ("head_dim",)))
 
 
 def is_float32(axes: tuple[str, ...]) -> bool:

@@ -85,7 +85,7 @@ def adapter(
     As in PEFT, A is uniform in +-1 / sqrt(inputs) (He et al. 2015, https://arxiv.org/abs/1502.01852, Eq. 15, with a
     negative slope of sqrt(5)). B is zero, so the initial policy equals its base model.
     """
-    outputs = output_dimensions(axes)
+    outputs = output_dimensions(axes).stop
     inputs = weight.shape[outputs:]
     bound = math.prod(inputs) ** -0.5
     initial = jax.random.uniform(rngs.params(), (rank, *inputs), jnp.float32, -bound, bound)

@@ -1,6 +1,6 @@
 """Configurations of known decoders. Model families differ only in field values, so they do not have separate classes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dapo_jax.hints import nearest
@@ -136,6 +136,8 @@ class DecoderConfig:
     """The rows of the embedding and the unembedding are padded to a multiple of this number, so that they can be split over devices."""
     lora: LoraShape | None = None
     """The adapters of each block. If None, there are no adapters, and all parameters are trained."""
+    wrapped: bool = field(default=False, compare=False)
+    """Whether a model for images and text contains this decoder (`families.WRAPPED`). This changes only the names of adapter tensors."""
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dapo_jax.models.tensors import Cut, Shape, Tensor
+from dapo_jax.models.tensors import PEFT_PREFIX, TEXT_PREFIXES, Cut, Shape, Tensor
 from dapo_jax.storage import (
     AnyPath,
     entries,
@@ -148,31 +148,21 @@ class SafetensorsFolder:
             raise ValueError(f"cannot read {name} from {path}: {error}") from error
 
 
-_TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-"""The prefixes of the text model's tensors in models for images and text (transformers 4 and 5), and in text models."""
-_OTHER_PREFIXES = (
-    "vision_tower.",
-    "model.vision_tower.",
-    "multi_modal_projector.",
-    "model.multi_modal_projector.",
-    "model.visual.",
-    "mtp.",
-)
+_OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
+"""The prefixes of all other tensors in these models, which `model.` may precede."""
 
 
 def _of_text_model(names: Sequence[str]) -> dict[str, str]:
-    """Returns the name in the file of each tensor, by its name in a text model."""
-    if not any(name.startswith((*_TEXT_PREFIXES, "mtp.")) for name in names):
+    """Returns the name in the file of each tensor, by its name in a text model. Names of adapters begin with `PEFT_PREFIX`, and keep it."""
+    inner = {name: name.removeprefix(PEFT_PREFIX) for name in names}
+    if not any(name.startswith((*TEXT_PREFIXES, "mtp.")) for name in inner.values()):
         return {name: name for name in names}
     found = {}
-    for name in names:
-        if not name.startswith(_OTHER_PREFIXES):
-            prefix = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), "")
-            found[_TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = name
+    for stored, name in inner.items():
+        if not name.removeprefix("model.").startswith(_OTHER_PREFIXES):
+            prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+            of_text = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+            found[stored.removesuffix(name) + of_text] = stored
     return found
 
 

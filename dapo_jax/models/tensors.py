@@ -74,6 +74,13 @@ _END_TENSORS = {
     "final_norm": "model.norm.weight",
     "lm_head": "lm_head.weight",
 }
+TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""The prefixes of the text model's tensors in models for images and text (transformers since 4.52, and before), and in text models."""
+PEFT_PREFIX = "base_model.model."
 _TABLES = ("embedding", "lm_head")
 """Parameters with one row per vocabulary entry, and possibly padding rows."""
 
@@ -178,9 +185,9 @@ class _Tensors:
         return self.order(name.removesuffix("_lora_b"), back=back)
 
     def adapter_name(self, name: str, layer: int) -> str:
-        """Returns PEFT's name for an adapter parameter of a layer, such as `query_lora_a`."""
+        """Returns PEFT's name for an adapter parameter of a layer in a text model, such as `query_lora_a`."""
         theirs = self.name[name.removesuffix("_lora_a").removesuffix("_lora_b")].removesuffix("weight")
-        return f"base_model.model.{_in_layer(theirs, layer)}lora_{name[-1].upper()}.weight"
+        return f"{PEFT_PREFIX}{_in_layer(theirs, layer)}lora_{name[-1].upper()}.weight"
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
@@ -345,8 +352,9 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
 
 
 def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tensor]:
-    """Yields A [rank, inputs] and B [outputs, rank] of each adapted matrix, with PEFT's names."""
+    """Yields A [rank, inputs] and B [outputs, rank] of each adapted matrix, with PEFT's names for the class of the base model."""
     tensors, stacks = _tensors(config), nnx.to_pure_dict(adapters)
+    prefix = next(iter(TEXT_PREFIXES)) if config.wrapped else "model."
 
     def fetch(name: str, layer: int, shape: Shape) -> np.ndarray:
         stack, index = config.places[layer]
@@ -356,9 +364,8 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
     for layer, (stack, _) in enumerate(config.places):
         for name, whole in stacks.get(stack, {}).items():
             shape = _adapter_shape(name, whole.shape[1:])
-            yield Tensor(
-                tensors[stack].adapter_name(name, layer), shape, functools.partial(fetch, name, layer, shape)
-            )
+            theirs = tensors[stack].adapter_name(name, layer).removeprefix(PEFT_PREFIX).removeprefix("model.")
+            yield Tensor(PEFT_PREFIX + prefix + theirs, shape, functools.partial(fetch, name, layer, shape))
 
 
 def check_adapters(config: DecoderConfig) -> None:

@@ -140,7 +140,7 @@ class WeightTransfer:
             if is_float32(axes):
                 return leaf
             # A matrix product sums over all dimensions after the output dimensions. A bias has only output dimensions.
-            summed = tuple(range(output_dimensions(axes), len(axes)))
+            summed = tuple(range(output_dimensions(axes).stop, len(axes)))
             if self._eight_bit and "rank" not in axes and summed:
                 return leaf.replace(quantized(leaf[...], summed))
             return leaf.replace(leaf[...].astype(self._dtype))

@@ -57,7 +57,7 @@ class GroupSampling:
         """`watch` is notified of progress. With `episodes`, responses have several turns. `route_bytes` is the size of a token's record of experts."""
         self._config, self._sampler, self._grading, self._episodes = config, sampler, grading, episodes
         self._evaluating = grading
-        if not config.learns_rewards and episodes is None:  # an environment must see the end of each episode
+        if not config.learnt_metric and episodes is None:  # an environment must see the end of each episode
             ungraded = immediately(lambda samples: [NOT_GRADED] * len(samples))
             self._grading = replace(grading, submit=ungraded, shaping=Shaping())
         self._prompts, self._held_out = prompts, held_out

@@ -192,9 +192,11 @@ class Run:
         pad_id = self.policy.tokenizer.pad_id
         self.batches = StepBatches(config, how, pad_id=pad_id, advantages=advantages or by_rule)
         # The reference policy has the initial weights. With LoRA, it is the base model, which corresponds to adapters of zeros.
-        reference = self.policy.params if self._has_reference else None
+        reference, named = self.policy.params if self._has_reference else None, f"the initial {model.source}"
         if config.lora.rank and reference is not None:
-            reference = jax.tree.map(jnp.zeros_like, reference)
+            reference, named = jax.tree.map(jnp.zeros_like, reference), f"{self.policy.base} without adapters"
+        if reference is not None:
+            self.notes.append(f"loss.kl_coef={config.loss.kl_coef:g}: the reference policy is {named}")
         self.updater = updater_of(
             config,
             self.policy.decoder,

@@ -136,7 +136,7 @@ class Guard(Observer):
         dumped = len(entries(run_dir / "post_mortem")) if is_first() else 0
         before = history[-1].get(IN_A_ROW, 0) if history else 0
         self._dumped, self._in_a_row = json.loads(broadcast_from_first(json.dumps([dumped, before]).encode()))
-        self._watchdogs = Watchdogs(metric=config.dynamic_sampling.metric, history=history)
+        self._watchdogs = Watchdogs(metric=config.learnt_metric, history=history)
         if bad := nonfinite_leaves(start.state.params):
             step = start.position.step
             whose = f"in the checkpoint of step {step}" if step else f"of model.source={config.model.source}"

@@ -100,7 +100,7 @@ class StepProgress(Observer):
 
     def __init__(self, config: TrainConfig, shown: Progress) -> None:
         self._shown = shown
-        self._by_score = config.dynamic_sampling.metric == "score"
+        self._metric, self._by_score = config.learnt_metric, config.dynamic_sampling.metric == "score"
         self._warned = self._warned_lost = False
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
@@ -114,18 +114,16 @@ class StepProgress(Observer):
         """Shows the number of groups so far, and warnings. Each kind of warning is shown at most once per run."""
         sampled, tally = self._now.cursor - self._began, self._now.tally
         self._first_wave = self._first_wave or sampled
-        for i, one in enumerate(group.rollouts) if self._example is None else ():
-            if one.text and one.verdict.extracted is not None:
-                self._example = group, i
-                break
+        given = [i for i, one in enumerate(group.rollouts) if one.text and one.verdict.extracted is not None]
+        if given and self._example is None:
+            self._example = group, given[0]
         self._shown.phase("sample", collector.kept, collector.needed)
         stage = f"{self._now.stage}  " if self._now.stage else ""
-        found = (
-            f"scores differ in {tally.differing}"
-            if self._by_score
-            else f"mixed {tally.mixed}  all correct {tally.correct}  all wrong {tally.wrong}"
-        )
-        self._shown.wave(f"{stage}prompts {tally.groups}/{sampled}  {found}")
+        found = {
+            "score": f"  scores differ in {tally.differing}",
+            "correct": f"  mixed {tally.mixed}  all correct {tally.correct}  all wrong {tally.wrong}",
+        }.get(self._metric, "")
+        self._shown.wave(f"{stage}prompts {tally.groups}/{sampled}{found}")
         lost = next((each.verdict for each in group.rollouts if each.verdict.lost), None)
         if lost is not None and not self._warned_lost:
             self._warned_lost = True
@@ -142,11 +140,11 @@ class StepProgress(Observer):
         self._shown.phase("update", index, count)
 
     def _without_signal(self) -> str:
-        """Explains why no group so far has a learning signal. Returns an empty string if any group has a signal or any response is correct."""
+        """Explains why no group so far has a learning signal. Returns an empty string if any group has a signal, any response is correct, or rewards are not learnt."""
         tally = self._now.tally
+        if not self._metric or (self._by_score and tally.differing):
+            return ""
         if self._by_score:
-            if tally.differing:
-                return ""
             return (
                 f"the scores differ in none of the {tally.groups} groups so far, so there is nothing to learn from yet. Does the reward function "
                 "return the same score for every response?"

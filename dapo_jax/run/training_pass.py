@@ -169,7 +169,7 @@ class StepBatches:
         config, packed = self._config, []
         by, filtered = config.loss.aggregation, config.reward.overlong.filter_truncated
         found = [np.asarray(values, np.float64) for values in self._compute(groups)]
-        if not config.learns_rewards:
+        if not config.learnt_metric:
             found = [np.zeros_like(values) for values in found]
         shapes, needed = [values.shape for values in found], [(len(group.rollouts),) for group in groups]
         if shapes != needed:

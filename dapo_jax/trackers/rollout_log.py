@@ -22,6 +22,7 @@ from jaxtyping import Float
 from safetensors.numpy import load, save
 
 from dapo_jax.dapo.rollouts import Group, Rollout
+from dapo_jax.rewards.grading import NOT_GRADED
 from dapo_jax.storage import AnyPath, file_bytes, path_of, write_whole
 from dapo_jax.terminal import visible
 from dapo_jax.trackers.json_lines import SCHEMA_VERSION, read_lines, write_lines
@@ -168,8 +169,10 @@ def format_rollouts(groups: Sequence[Group], *, metric: str = "correct") -> str:
     parts: list[str] = []
     for group in groups:
         correct = sum(rollout.correct for rollout in group.rollouts)
-        found = f"{correct}/{len(group.rollouts)} correct, " if metric == "correct" else ""
-        parts.append(f"prompt {group.prompt.ordinal}: {found}mean reward {group.rewards.mean():+.3g}")
+        counted = f"{correct}/{len(group.rollouts)} correct, " if metric == "correct" else ""
+        graded = any(rollout.verdict != NOT_GRADED for rollout in group.rollouts)
+        found = f"{counted}mean reward {group.rewards.mean():+.3g}" if graded else "not graded"
+        parts.append(f"prompt {group.prompt.ordinal}: {found}")
         parts.append(_indented(group.prompt.text))
         parts.append(f"  answer: {group.prompt.answer}")
         for index, rollout in enumerate(group.rollouts):
@@ -229,9 +232,10 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _summary(rollout: Rollout, metric: str) -> str:
-    verdict, by_score = rollout.verdict, metric == "score" and rollout.verdict.score is not None
+    verdict, graded = rollout.verdict, rollout.verdict != NOT_GRADED
+    by_score = not graded or (metric == "score" and verdict.score is not None)
     judged = f"score {verdict.score:+.3g}" if by_score else "correct" if verdict.correct else "wrong"
-    words = [judged, f"reward {rollout.reward:+.3g}"]
+    words = [judged, f"reward {rollout.reward:+.3g}"] if graded else []
     if rollout.overlong_penalty:
         words.append(f"overlong penalty {rollout.overlong_penalty:+.2f}")
     words.append(f"{rollout.response_tokens} tokens{', cut off' if rollout.truncated else ''}")

@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 
-from dapo_jax.models.layout import output_dimensions
+from dapo_jax.models.layout import BATCH_AXES, output_dimensions
 
 MUON_RMS = 0.2
 """Root mean square of an orthogonalized update, as in an AdamW update (Liu et al. 2025). One learning rate therefore suits both optimizers."""
@@ -28,8 +28,8 @@ def make_optimizer(
 
     Weight decay applies to all matrices and vectors, as in PyTorch's AdamW. Calls with the same arguments return the same object and share compiled programs.
 
-    `name="muon"` is `optax.contrib.muon` with Nesterov momentum 0.95. It orthogonalizes the update of each weight matrix of each layer, and requires parameters with
-    logical axes. Embeddings, norms and biases use AdamW with Nesterov momentum, and `beta1` and `beta2` apply to these parameters only.
+    `name="muon"` is `optax.contrib.muon` with Nesterov momentum 0.95. It orthogonalizes the update of each weight matrix of each layer and expert, and of routers, and
+    requires parameters with logical axes. Embeddings, norms, filters and biases use AdamW with Nesterov momentum. `beta1` and `beta2` apply to these parameters only.
 
     References:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, https://kellerjordan.github.io/posts/muon/
@@ -46,25 +46,41 @@ def make_optimizer(
             muon_weight_dimension_numbers=_matrices,
             consistent_rms=MUON_RMS,
         )
+        rule = _with_experts_first(rule)
     else:
         rule = optax.adamw(1.0, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), rule)
 
 
 def _matrices(params: Any) -> Any:
-    """Returns the input and output dimensions of each weight matrix, without the dimension of stacked layers, and None for all other parameters."""
+    """Returns the input and output dimensions of each weight matrix, without the dimensions of layers and experts, and None for all other parameters."""
 
     def dimensions(leaf: nnx.Variable) -> nnx.Variable:
         axes = leaf.get_metadata()["axes"]
-        outputs = output_dimensions(axes) if len(axes) > 1 else 1
+        outputs = output_dimensions(axes)
         # Norms of all heads together and filters of convolutions have several dimensions too, but only a router is a matrix.
-        no_matrix = axes[-1] == "norm" and axes[0] != "features"
-        if "vocab" in axes or outputs == len(axes) or no_matrix:
+        if "vocab" in axes or outputs.stop == len(axes) or (axes[-1] == "norm" and axes[0] != "features"):
             return leaf.replace(None)
         last = tuple(range(-len(axes), 0))  # the dimension of stacked layers is before them
-        return leaf.replace(MuonDimensionNumbers(last[outputs:], last[:outputs]))
+        return leaf.replace(MuonDimensionNumbers(last[outputs.stop :], last[outputs.start : outputs.stop]))
 
     return jax.tree.map(dimensions, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def _with_experts_first(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Wraps `muon`, which merges its batch axes. With layers before experts, which may be on several devices, all matrices would be gathered on each device."""
+
+    def turned(tree: Any) -> Any:
+        def turn(leaf: Any) -> Any:
+            batch = isinstance(leaf, nnx.Variable) and set(BATCH_AXES) & set(leaf.get_metadata()["axes"])
+            return jax.tree.map(lambda array: array.swapaxes(0, 1), leaf) if batch else leaf
+
+        return jax.tree.map(turn, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return turned(rule.update(turned(updates), turned(state), turned(params)))
+
+    return optax.GradientTransformation(lambda params: turned(rule.init(turned(params))), update)
 
 
 def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:

@@ -105,6 +105,16 @@ CHANGED = {
 """Values of another algorithm, none of which may remain."""
 
 
+PLAIN = {
+    "loss.objective": "clip", "loss.options": {}, "loss.clip_ratio_low": 0.2, "loss.clip_ratio_high": 0.2, "loss.dual_clip": None,
+    "loss.aggregation": "token_mean", "loss.old_logprobs": "trainer", "loss.kl_coef": 0.0, "loss.kl_estimator": "k3", "loss.select": "all",
+    "loss.select_options": {}, "loss.drop_off_policy": None, "advantage.baseline": "group_mean", "advantage.scale": "group_std",
+    "advantage.rewards": "summed", "advantage.best_of": 1, "dynamic_sampling.enabled": False, "reward.overlong.enabled": False,
+    "reward.overlong.filter_truncated": False, "batch.keep": 0, "teacher.source": "",
+}  # fmt: skip
+"""Plain clipping, which remains of an algorithm without keys of its own."""
+
+
 def given(values):
     """Returns dotted keys as overrides."""
     return [f"{key}={'null' if value is None else value}" for key, value in values.items()]
@@ -131,9 +141,19 @@ def test_the_table_here_names_all_algorithms():
 def test_an_algorithm_sets_what_its_row_says_and_nothing_else(name, before):
     old = load_config("quickstart", [*given(before), *NEEDS.get(name, [])[: name == "gdpo"]])
     new = load_config("quickstart", [*given(before), f"algorithm={name}", *NEEDS.get(name, [])])
-    expected = leaf_values(old) | GROUND | BEYOND[name]
+    expected = leaf_values(old) | PLAIN | BEYOND[name]
     expected |= {"teacher.source": "shipped:quickstart"} if name == "opd" else {}
     assert leaf_values(new) == expected
+
+
+def test_no_key_of_one_algorithm_remains_when_another_follows():
+    """Whatever any algorithm sets, all others set too, except rewards of wrong responses, group sizes and the teacher's rewards, which belong to data and hardware."""
+    own = {"reward.incorrect", "batch.group_size", "teacher.rewards"}
+    assert {key for row in BEYOND.values() for key in row} - own <= PLAIN.keys()
+    old = load_config("quickstart", ["algorithm=deepseek_v3_2"])
+    assert (old.loss.drop_off_policy, old.loss.kl_coef, old.loss.kl_estimator) == (0.5, 1e-3, "k3_unbiased")
+    new = load_config("quickstart", ["algorithm=deepseek_v3_2", "algorithm=gspo"]).loss
+    assert (new.drop_off_policy, new.kl_coef, new.kl_estimator) == (None, 0.0, "k3")
 
 
 def test_the_ground_is_plain_clipping_as_the_papers_have_it():

@@ -7,6 +7,7 @@ for advantages returned for them in float64: verl 0.9.1, TRL 1.16.0, SkyRL 0.3.0
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from dapo_jax import group_advantages
 from dapo_jax.dapo.advantages import BASELINES, SCALES, best_of, step_advantages
 from dapo_jax.dapo.batching import example_weights, training_examples
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, TurnSpan, Verdict
 from dapo_jax.training.row_packing import pack
 
 # A multiple of 1/8 up to 2^10 in size is exact in every dtype used here, and so are sums of a few.
@@ -409,6 +410,26 @@ def test_responses_outside_the_loss_count_in_means_of_responses_only():
         np.testing.assert_allclose(
             of(left_out, **responses), np.array([2.5, -1.5, -0.5, -0.5]) / deviation, rtol=1e-14
         )
+
+
+def test_tokens_of_the_environment_count_in_no_length():
+    """Episodes of 5 and 4 tokens, of which the policy sampled 1 and 3; rewards 4 and 0.
+
+    OPO: the baseline is (1 x 4 + 3 x 0) / 4 = 1, so 3 and -1. With 5 and 4 tokens, it would be 20 / 9. REINFORCE++: over the tokens 4, 0, 0, 0, the mean is 1 and the
+    variance (9 + 1 + 1 + 1) / 3 = 4, so 3 / 2 and -1 / 2. With 5 and 4 tokens, the mean would be 20 / 9, too.
+    """
+    plain = make_group([4.0, 0.0], [5, 4])
+    turns = ((TurnSpan(1, 2),), (TurnSpan(0, 1), TurnSpan(2, 4)))
+    rollouts = tuple(
+        replace(one, response=replace(one.response, turns=its))
+        for one, its in zip(plain.rollouts, turns, strict=True)
+    )
+    groups = [replace(plain, rollouts=rollouts)]
+    assert of_step(groups, baseline="length_weighted", scale="none").tolist() == [3.0, -1.0]
+    found = of_step(groups, baseline="none", scale="whiten_tokens")
+    np.testing.assert_allclose(found, np.array([3.0, -1.0]) / math.sqrt(4 + 1e-8), rtol=1e-14)
+    found = of_step(groups, baseline="group_mean", scale="whiten_tokens")  # 2 and -2, with the mean -1
+    np.testing.assert_allclose(found, np.array([3.0, -1.0]) / math.sqrt(4 + 1e-8), rtol=1e-14)
 
 
 def test_apart_normalizes_each_grader_and_the_penalty_and_then_weighs_them():

@@ -243,3 +243,20 @@ def test_the_divergence_from_a_teacher_equals_the_formula_in_float64(x64, temper
     assert not any(gradient.any() for gradient in gradients[2:])
     _, _, same = chunked_logprobs(hidden, unembedding, targets, teachers=[(hidden, unembedding)])
     np.testing.assert_allclose(same, 0.0, atol=1e-12)
+
+
+def test_the_caps_of_policy_and_teacher_by_hand(x64):
+    """Two entries with the logits 0 and x. The policy has x = 1 tanh(2 / 1) = 0.964028, the teacher x = 2 tanh(6 / 2) = 1.990110.
+
+    So p = 0.723927 and q = 0.879755 for the second entry, and KL = p ln(p / q) + (1 - p) ln((1 - p) / (1 - q)). Its derivative by the policy's logit is p (1 - p) times
+    the difference of the logits, and by the logit before the cap 1 - tanh(2)^2 = 0.070651 times as much.
+    """
+    one = jnp.ones((1, 1))
+
+    def divergence(table):
+        how = {"teachers": [(one, jnp.array([[0.0], [6.0]]))], "caps": (1.0, 2.0), "chunk_vocab": 1}
+        return chunked_logprobs(one, table, jnp.array([1], jnp.int32), **how)[2][0]
+
+    found, gradient = jax.value_and_grad(divergence)(jnp.array([[0.0], [2.0]]))
+    assert float(found) == pytest.approx(0.088321097, rel=1e-7)
+    assert float(gradient[1, 0]) == pytest.approx(-0.014488303, rel=1e-7)

@@ -418,6 +418,54 @@ def test_clip_shares_by_hand():
     assert to_scalars(metrics) == {"policy/clip_high_frac": 0.5, "policy/clip_low_frac": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [("gspo", 3e-4, 4e-4), ("gspo_token", 3e-4, 4e-4), ("gspo", 0.4, 0.3), ("gmpo", 0.3, 0.4)],
+)
+def test_each_side_of_a_clip_has_its_own_bound(name, low, high):
+    """Six responses of two tokens, whose distances from 1 (of gmpo: from 0, in log space) are between the bounds, or beyond both.
+
+    A = 1: +mid, +far, -far. A = -1: -mid, -far, +far. The second ones are beyond both bounds, the third ones are on the side without a clip, and of the first
+    ones, the side with the smaller bound clips its own. So the shares are 2/6 there and 1/6 on the other side.
+    """
+    middle, far = (low + high) / 2, low + high
+    distances = np.array([middle, far, -far, -middle, -far, far])
+    logs = distances if name == "gmpo" else np.log1p(distances)
+    old = jnp.full((6, 2), -3.0)
+    # The mean over the two tokens of a GSPO response is its log-ratio. Tokens of GMPO are clipped one by one.
+    spread = np.array([0.0, 0.0]) if name == "gmpo" else np.array([-0.5, 0.5])
+    with jax.enable_x64(True):
+        logprobs = jnp.asarray(-3.0 + logs[:, None] + spread)
+        advantages = jnp.asarray(np.sign([[1.0], [1], [1], [-1], [-1], [-1]]) * np.ones(2))
+        _, metrics = OBJECTIVES[name](
+            logprobs, old.astype(float), advantages, jnp.ones((6, 2), bool), weights=jnp.ones((6, 2)),
+            segment_ids=jnp.ones((6, 2), int), clip_ratio_low=low, clip_ratio_high=high,
+        )  # fmt: skip
+    shares = {"policy/clip_high_frac": 1 / 6, "policy/clip_low_frac": 1 / 6}
+    shares["policy/clip_low_frac" if low < high else "policy/clip_high_frac"] = 2 / 6
+    assert to_scalars(metrics) == pytest.approx(shares)
+
+
+def test_a_token_without_an_advantage_counts_as_unchanged_in_gmpo():
+    """Two responses of two tokens with the log-ratios 0.2 and 0.6.
+
+    With A = 2 and 0, the mean is (0.2 + 0) / 2 = 0.1 and the loss -2 e^0.1 = -2.210342; only the first token has a gradient, half of the loss. With A = 2 and 2, the
+    second log-ratio is clipped to 0.4, so the mean is 0.3 and each token has the loss -2 e^0.3 = -2.699718.
+    """
+    old, mask, ids = jnp.full((2, 2), -3.0), jnp.ones((2, 2), bool), jnp.ones((2, 2), jnp.int32)
+    advantages = jnp.array([[2.0, 0.0], [2.0, 2.0]])
+
+    def loss(logprobs, advantages):
+        return OBJECTIVES["gmpo"](logprobs, old, advantages, mask, weights=jnp.ones((2, 2)), segment_ids=ids)[0]  # fmt: skip
+
+    logprobs = old + jnp.array([[0.2, 0.6]])
+    value, gradient = jax.value_and_grad(loss)(logprobs, advantages)
+    assert float(value) == pytest.approx(-2.210342 - 2 * 2.699718, rel=1e-6)
+    np.testing.assert_allclose(gradient, [[-1.105171, 0.0], [-2.699718, 0.0]], rtol=1e-5)
+    value, gradient = jax.value_and_grad(loss)(logprobs, jnp.zeros((2, 2)))
+    assert (float(value), np.abs(gradient).max()) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("objective", ["gspo", "vespo", "gmpo"])
 def test_rows_split_over_devices_give_the_same_gradient(objective):
     """With `context`, a response is on several devices. `tests/parallel/training_layout_test.py` runs whole updates."""

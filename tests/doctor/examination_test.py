@@ -4,6 +4,7 @@ import io
 import re
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from dapo_jax.doctor.examination import show, verdict
 from dapo_jax.locks import take
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.run import sampler_setup, training_pass
+from dapo_jax.run.policy import find_policy
 from tests.doctor.conftest import write_model
 
 UNSURE = {"devices", "grade"}
@@ -188,14 +190,19 @@ def test_with_scores_answers_must_score_more_than_an_empty_response(
     assert remedy in found.remedy
 
 
-def test_only_wrong_responses_are_a_warning(examined, graders):
-    """A model with random weights writes no right sum, in responses as long as the run's."""
+def test_only_wrong_responses_are_a_warning(examined, graders, configure, tmp_path):
+    """A model with random weights writes no right sum, in responses as long as the run's. A run that learns from a teacher alone has something to learn from them."""
     found = examined(reward__grader=f"{graders}:tagged", right="::{answer}::")["grade"]
     assert (found.state, found.message.partition(",")[0]) == ("warning", "0 of 8 are correct")
     assert "dapo-jax sft" in found.remedy
     found = examined(dynamic_sampling__metric="score", reward__grader=f"{graders}:long")["grade"]
     assert found.state == "ok"
     assert found.message.startswith("rewards from ")
+    policy = find_policy(configure().model.source)
+    replace(policy, params=jax.tree.map(lambda leaf: 0.5 * leaf, policy.params)).save(tmp_path / "teacher")
+    alone = {"teacher__source": tmp_path / "teacher", "dynamic_sampling__enabled": False}
+    found = examined(**alone, reward__grader=f"{graders}:tagged", right="::{answer}::")["grade"]
+    assert (found.state, found.message.partition(",")[0], found.remedy) == ("ok", "0 of 8 are correct", "")
 
 
 def test_a_grader_with_its_own_form_needs_the_option_right(examined, graders):

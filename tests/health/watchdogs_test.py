@@ -165,3 +165,14 @@ def test_a_resumed_run_raises_the_warnings_of_an_uninterrupted_one():
         again = Watchdogs(history=json.loads(json.dumps(lines)))
         numbers = [number for number, step in enumerate(steps[cut:], start=cut + 1) if again.step(step)[1]]
         assert numbers == ([8] if cut < 8 else [])
+
+
+def test_flat_groups_and_a_constant_reward_say_nothing_about_a_run_that_does_not_learn_rewards():
+    """As in distillation with an environment, which judges each episode: `TrainConfig.learnt_metric` is empty."""
+    flat = healthy(
+        rollout__mixed_frac=0.0, rollout__scores_differ_frac=0.0, reward__mean=-1.0, rollout__accuracy=0.0
+    )
+    assert {name for name, _ in raised(flat)} == {"flat_groups"}
+    assert {name for name, _ in raised(flat, metric="score")} == {"flat_groups"}
+    assert {name for name, _ in raised(healthy(reward__mean=-1.0))} == {"reward_stuck"}
+    assert raised(flat, metric="") == raised(healthy(reward__mean=-1.0), metric="") == []

@@ -16,7 +16,7 @@ from dapo_jax.commands.convert import convert
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.config.schema import LORA_TARGETS
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
-from dapo_jax.models.folder import load_model
+from dapo_jax.models.folder import load_model, read_config
 from dapo_jax.models.lora import DELTA_MATRICES, MATRICES, SETS, lora_shape, parted, put_together
 from dapo_jax.models.tensors import exported, place_adapters
 from dapo_jax.run.policy import load_policy
@@ -236,3 +236,76 @@ def test_an_adapter_that_is_not_finite_is_neither_sampled_from_nor_merged(matrix
     with pytest.raises(ConfigError, match=rf"{re.escape(name)} contains NaN or infinity"):
         convert(str(on_a_base), str(tmp_path / "out"), merge=True)
     assert not (tmp_path / "out").exists()
+
+
+FAMILIES = Path(__file__).parents[1] / "golden" / "families"
+WRAPPERS = {
+    "gemma3": ("Gemma3ForConditionalGeneration", "gemma3", "model.vision_tower.encoder.layers.1.self_attn.q_proj"),
+    "mistral3": ("Mistral3ForConditionalGeneration", "mistral", "model.vision_tower.transformer.layers.1.attention.q_proj"),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5", "model.visual.blocks.1.attn.proj"),
+}  # fmt: skip
+"""For each model_type: the class, a golden text model, and a layer of the image encoder, by `named_modules()` of transformers 5.24.0.
+
+In all three, the matrices of the text model are at `model.language_model.layers.N` (since transformers 4.52; before, at `language_model.model.layers.N`).
+"""
+
+
+@pytest.fixture(params=[*WRAPPERS, "ministral3"])
+def wrapped(request, tmp_path):
+    """Returns a folder with a config.json of a model for images and text, and that of its text model."""
+    name = "mistral3" if request.param == "ministral3" else request.param
+    architecture, golden, encoder = WRAPPERS[name]
+    golden = FAMILIES / ("ministral3" if request.param == "ministral3" else golden)
+    described = {
+        "model_type": name, "architectures": [architecture], "text_config": json.loads((golden / "config.json").read_text()),
+    }  # fmt: skip
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder, golden, encoder
+
+
+def test_an_adapter_has_the_names_of_its_base(wrapped, tmp_path):
+    """PEFT 0.21.2 sets these names, and adapts the modules whose whole name matches target_modules. It ignores tensors of other names with a warning."""
+    folder, golden, encoder = wrapped
+    for base, layers in ((folder, "model.language_model.layers"), (golden, "model.layers")):
+        config = replace(
+            read_config(base), lora=lora_shape(rank=2, alpha=4.0, targets=["q_proj", "down_proj"])
+        )
+        adapters = parted(tiny_params(config))[0]
+        save_adapter(tmp_path / "adapter", config, adapters, base=str(base))
+        names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+        attended = [layer for layer, (stack, _) in enumerate(config.places) if stack == "blocks"]
+        modules = {f"{layers}.{layer}.self_attn.q_proj" for layer in attended}
+        modules |= {f"{layers}.{layer}.mlp.down_proj" for layer in range(config.layers)}
+        assert names == {
+            f"base_model.model.{module}.lora_{part}.weight" for module in modules for part in "AB"
+        }
+        targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+        if base == golden:
+            assert targets == ["q_proj", "down_proj"]
+            continue
+        others = {encoder, f"{layers}.1.self_attn.k_proj", "model.multi_modal_projector.down_proj", "lm_head"}
+        assert {each for each in modules | others if re.fullmatch(targets, each)} == modules
+
+
+@pytest.mark.parametrize("form", ["model.language_model.", "language_model.model.", "model."])
+def test_an_adapter_is_loaded_in_the_names_of_every_version_and_of_the_text_model_alone(
+    form, wrapped, tmp_path
+):
+    folder, _, encoder = wrapped
+    config = replace(read_config(folder), lora=lora_shape(rank=2, alpha=4.0, targets=["all"]))
+    adapters = parted(tiny_params(config))[0]
+    save_adapter(tmp_path, config, adapters, base=str(folder))
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = {name.replace("model.language_model.", form, 1): each for name, each in load_file(path).items()}
+    assert all(name.startswith(f"base_model.model.{form}layers.") for name in tensors)
+    save_file(tensors, path)
+    found, file = read_adapter(tmp_path)
+    assert found.shape == config.lora
+    jax.tree.map(np.testing.assert_array_equal, place_adapters(config, file), adapters)
+    if form != "model.":  # PEFT adapts the image encoder, too, if target_modules names layers of both
+        save_file(tensors | {f"base_model.model.{encoder}.lora_A.weight": np.ones((2, 4), np.float32)}, path)
+        with pytest.warns(UserWarning, match=r"adapter_model\.safetensors: 1 tensors of the image encoder"):
+            file = read_adapter(tmp_path)[1]
+        jax.tree.map(np.testing.assert_array_equal, place_adapters(config, file), adapters)

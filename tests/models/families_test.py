@@ -266,3 +266,18 @@ def test_two_notations_that_contradict_each_other_are_refused():
 def test_a_decoder_of_no_family_cannot_be_written():
     with pytest.raises(ValueError, match=r"qwen2 .*qk_norm"):
         describe(replace(QWEN2, qk_norm="head"))
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "tied"),
+    [(False, True, False), (True, False, True), (None, True, True), (..., False, False)],
+)
+def test_keys_outside_text_config_only_complete_it(inside, outside, tied):
+    """transformers writes the default tie_word_embeddings=true of Mistral3Config, whatever the text model is."""
+    text = {**without(json.loads((GOLDEN / "mistral" / "config.json").read_text()), "tie_word_embeddings")}
+    text |= {} if inside is ... else {"tie_word_embeddings": inside}
+    described = {"model_type": "mistral3", "text_config": text, "tie_word_embeddings": outside}
+    found = understand(described, "config.json")
+    assert (found.tied_embeddings, found.wrapped) == (tied, True)
+    assert found == replace(understand(text, "config.json"), tied_embeddings=tied)
+    assert not understand(text, "config.json").wrapped

@@ -328,6 +328,26 @@ def test_a_wrapped_qwen3_5_loads_as_its_text_model(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, load_model(source)[1])
 
 
+@pytest.mark.parametrize("head", [True, False])
+def test_a_wrapped_model_whose_keys_differ_is_tied_if_its_file_has_no_lm_head(head, tmp_path):
+    """transformers 5.24 ties the matrices by the outer key, unless the file has two different ones."""
+    source = FOLDERS["mistral"]
+    text, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    described = {"model_type": "mistral3", "tie_word_embeddings": True, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert not text["tie_word_embeddings"]
+    assert not read_config(tmp_path).tied_embeddings
+    lm_head = tensors.pop("lm_head.weight")
+    if head:
+        tensors["lm_head.weight"] = lm_head
+    save_file(
+        {f"language_model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    config, params = load_model(tmp_path)
+    assert config.tied_embeddings == (not head)
+    assert ("lm_head" in params["ends"]) == head
+
+
 def test_adapters_of_gated_delta_layers_have_the_names_of_peft(tmp_path):
     shape = lora_shape(rank=2, alpha=4.0, targets=["q_proj", "linear_attention", "gate_proj"])
     config = replace(read_config(FOLDERS["qwen3_5"]), lora=shape)

@@ -24,6 +24,7 @@ from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.folder import save_model
 from dapo_jax.models.lora import lora_shape
+from dapo_jax.run.build import Run
 from dapo_jax.run.policy import find_policy, load_policy, mesh_of, meshes_of
 from dapo_jax.run.programs import sharing, transfer_of
 from dapo_jax.run.train import train
@@ -272,3 +273,25 @@ def test_keys_that_do_not_fit_together_are_refused(keys):
     *_, last = keys.split()
     with pytest.raises(ConfigError, match=last.partition("=")[0]):
         load_config("quickstart", keys.split())
+
+
+def test_a_run_that_starts_from_an_adapter_says_that_its_reference_is_the_base(
+    adapted, adapting, rows, model
+):
+    """The first reference of a run with all weights is its own initial policy."""
+    result, layout = adapted
+    folder = str(result.run_dir / "model")
+    for changes, named in (
+        ({"model__source": folder, **layout}, f"{model} without adapters"),
+        ({**layout, "lora": LoraConfig()}, f"the initial {model}"),
+    ):
+        run = Run(adapting(loss__kl_coef=0.25, steps=1, **changes), prompts=rows, reward=lambda sample: 0.0)
+        try:
+            assert [note for note in run.notes if "loss.kl_coef" in note] == [
+                f"loss.kl_coef=0.25: the reference policy is {named}"
+            ]
+        finally:
+            run.close()
+    run = Run(adapting(model__source=folder, **layout), prompts=rows, reward=lambda sample: 0.0)
+    assert not [note for note in run.notes if "reference" in note]
+    run.close()

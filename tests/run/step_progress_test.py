@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
-from dapo_jax.config import BatchConfig, DynamicSamplingConfig, TrainConfig
+from dapo_jax.config import BatchConfig, DynamicSamplingConfig, TeacherConfig, TrainConfig
 from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.rewards.grading import NOT_GRADED
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.scheduler import ClockSizes
 from dapo_jax.run.observers import StepProgress
@@ -38,11 +40,14 @@ class Shown(Progress):
         self.messages.append(text)
 
 
-def sampled(*steps, metric="correct", enabled=True):
+def sampled(*steps, metric="correct", enabled=True, **sections):
     """Steps that need two groups, from waves of three (two without dynamic sampling); `steps` are the verdicts by prompt of each."""
     dynamic = DynamicSamplingConfig(prompts_per_wave=3, max_waves=2, metric=metric, enabled=enabled)
     config = TrainConfig(
-        run_dir="run", dynamic_sampling=dynamic, batch=BatchConfig(prompts_per_step=2, groups_per_update=2)
+        run_dir="run",
+        dynamic_sampling=dynamic,
+        batch=BatchConfig(prompts_per_step=2, groups_per_update=2),
+        **sections,
     )
     shown, told = Shown(), []
     progress = StepProgress(config, shown)
@@ -98,6 +103,19 @@ def test_one_right_response_in_a_wave_is_something_to_learn_from():
 def test_a_step_without_dynamic_sampling_is_one_wave():
     shown, _ = sampled([WRONG] * 2, enabled=False)
     assert shown.waves[-1] == "prompts 2/2  mixed 0  all correct 0  all wrong 2"
+    assert len(shown.messages) == 1
+
+
+@pytest.mark.parametrize("metric", ["correct", "score"])
+@pytest.mark.parametrize("verdicts", [[NOT_GRADED] * 2, WRONG], ids=["not graded", "of an environment"])
+def test_a_run_that_learns_from_a_teacher_alone_is_not_told_about_verdicts(metric, verdicts):
+    """Every group has something to learn from, whatever its verdicts are. With teacher.rewards, the verdicts count again."""
+    alone = TeacherConfig(source="teacher")
+    shown, _ = sampled([verdicts] * 2, [verdicts] * 2, metric=metric, enabled=False, teacher=alone)
+    assert shown.messages == []
+    assert set(shown.waves) == {"prompts 1/2", "prompts 2/2"}
+    both = replace(alone, rewards=True)
+    shown, _ = sampled([verdicts] * 2, metric=metric, enabled=False, teacher=both)
     assert len(shown.messages) == 1
 
 

@@ -113,14 +113,15 @@ def test_the_divergence_over_the_vocabulary_is_learnt_without_advantages(distill
     assert all(line["teacher/reverse_kl"] > 0 and line["update/grad_norm"] > 0 for line in lines)
 
 
-def test_the_divergence_needs_a_probability_for_each_entry_of_the_vocabulary(distilling, tmp_path):
+@pytest.mark.parametrize("kl", ["sampled", "full"])
+def test_a_teacher_needs_a_probability_for_each_entry_that_the_student_can_sample(kl, distilling, tmp_path):
     """Models may have more entries than their tokenizer: here the student."""
-    config = distilling(teacher=TeacherConfig(source=save_teacher(tmp_path / "teacher"), kl="full"))
+    config = distilling(teacher=TeacherConfig(source=save_teacher(tmp_path / "teacher"), kl=kl))
     student, mesh = load_policy(config.model, weights=False), mesh_of(config.parallel)
     load_teacher(config, student, mesh)
     size = student.decoder.vocab_size
     more = replace(student, decoder=replace(student.decoder, vocab_size=size + 1))
-    with pytest.raises(ConfigError, match=rf"teacher\.kl=full.*{size + 1}.*has {size}.*teacher\.kl=sampled"):
+    with pytest.raises(ConfigError, match=rf"teacher\.source=.* has {size} .* {size + 1} .*model\.source="):
         load_teacher(config, more, mesh)
 
 

@@ -1,16 +1,25 @@
 """Attention, rows and packing fit together or are refused with the arithmetic. Eight virtual CPU devices."""
 
+import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from dapo_jax.config import BatchConfig, ConfigError, ModelConfig
+from dapo_jax.config import AdvantageConfig, BatchConfig, ConfigError, LossConfig, ModelConfig, TrainConfig
+from dapo_jax.dapo.advantages import step_advantages
+from dapo_jax.dapo.importance import importance_weights
+from dapo_jax.dapo.losses import dapo_loss
+from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.models.layout import Layout
 from dapo_jax.parallel.mesh import Absent, make_mesh
 from dapo_jax.parallel.training_layout import MeshLayout
-from dapo_jax.run.training_pass import for_mesh, training_pass
+from dapo_jax.run.training_pass import StepBatches, for_mesh, training_pass
 from dapo_jax.testing import tiny_decoder_config
+from tests.run.conftest import make_group
 
 BF16 = ModelConfig(compute_dtype="bfloat16")
 
@@ -137,3 +146,30 @@ def test_a_vocabulary_is_padded_for_both_meshes_and_only_if_needed():
     assert for_mesh(odd, two).vocab_rows == 22
     assert for_mesh(odd, two, four).vocab_rows % 4 == 0
     assert for_mesh(tiny_decoder_config(vocab_size=20), two, four).vocab_rows == 20
+
+
+def test_responses_that_keep_responses_rejects_count_in_the_baseline_and_in_the_mean():
+    """Rewards 1, -1, -1, -1 of two tokens each: the mean is -1/2, so the advantages are 3/2 and three times -1/2, each with the weight 1/8.
+
+    The first response is rejected: its tokens are twice as probable as when they were sampled. In a first update, the loss of the others is 6 x 1/8 x 1/2 = 3/8. If the
+    first did not count in the baseline, it would be 0; if it did not count in the mean over tokens, it would be 1/2.
+    """
+    loss = LossConfig(correction="keep_responses", old_logprobs="trainer")
+    batch = BatchConfig(prompts_per_step=1, groups_per_update=1, group_size=4, rows_per_microbatch=4)
+    config = TrainConfig(run_dir="run", loss=loss, batch=batch, advantage=AdvantageConfig(scale="none"))
+    by_rule = partial(step_advantages, **vars(config.advantage))
+    how = passed(make_mesh(devices=jax.devices()[:1]), row_tokens=5, rows_per_microbatch=4, packing=False)
+    batches = StepBatches(config, how, pad_id=0, advantages=by_rule)
+    [[microbatch]] = batches.minibatches([make_group(0, "x...", lengths=[2, 2, 2, 2])], step=1)
+    mask, advantages = microbatch.mask, microbatch.advantages
+    assert sorted(advantages[mask].tolist()) == [-0.5] * 6 + [1.5] * 2
+    sampled = microbatch.sampler_logprobs
+    now = np.where(advantages > 0, sampled + math.log(2), sampled).astype(np.float32)
+    low, high = config.correction.low, config.correction.high
+    arrays = now, sampled, mask, microbatch.segment_ids
+    ratios, metrics = importance_weights(
+        *map(jnp.asarray, arrays), correction="keep_responses", low=low, high=high
+    )
+    assert to_scalars(metrics)["importance/cut_frac"] == 0.25
+    value, _ = dapo_loss(*map(jnp.asarray, (now, now, advantages, mask)), weights=microbatch.weights * ratios)
+    assert float(value) == pytest.approx(3 / 8, rel=1e-6)

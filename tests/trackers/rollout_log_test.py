@@ -11,6 +11,7 @@ import pytest
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
 from dapo_jax.evaluation import problem_record
+from dapo_jax.rewards.grading import NOT_GRADED
 from dapo_jax.storage import path_of
 from dapo_jax.trackers.rollout_log import (
     format_rollouts,
@@ -174,6 +175,15 @@ def test_the_text_view_of_scores_has_no_verdicts():
     assert "  [0] score -0.25 | reward -0.25 | 2 tokens\n" in text
     assert "  [1] score +0.0015 | reward +0.0015 |" in text
     assert not re.search("correct|wrong|no answer", text)
+
+
+@pytest.mark.parametrize("metric", ["correct", "score"])
+def test_the_text_view_of_responses_that_were_not_graded_has_no_verdicts(metric):
+    ungraded = [replace(one, verdict=NOT_GRADED, reward=0.0) for one in group().rollouts]
+    text = format_rollouts([replace(group(), rollouts=tuple(ungraded))], metric=metric)
+    assert text.splitlines()[0] == "prompt 7: not graded"
+    assert "  [0] 2 tokens | not graded" in text.splitlines()
+    assert not [word for word in ("correct", "wrong", "reward", "score", "no answer") if word in text]
 
 
 def test_every_problem_is_one_complete_line(tmp_path):

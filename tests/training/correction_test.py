@@ -94,7 +94,8 @@ def logits_of(p, tokens, config):
         y = norm(x, of["mlp_norm"])
         gate, up = y @ of["gate"].T, y @ of["up"].T
         x = x + (gate / (1.0 + jnp.exp(-gate)) * up) @ of["down"].T
-    return norm(x, p["final_norm"]) @ p["embedding"].T
+    logits, cap = norm(x, p["final_norm"]) @ p["embedding"].T, config.logit_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def exact_logprobs(params, tokens):

@@ -1,5 +1,6 @@
 """Muon against optax on the matrices of single layers, and on a mesh."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -7,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from optax.contrib import muon
 
+from dapo_jax.models.presets import PRESETS, DecoderConfig, DeltaSizes, Experts, preset
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -140,6 +143,105 @@ def test_muon_on_a_mesh_is_muon_on_one_device(axes):
         np.testing.assert_allclose(leaf, expected[name], atol=1e-4, rtol=1e-5)
 
 
+def test_experts_on_several_devices_are_orthogonalized_where_they_are():
+    """The matrices of 8 experts on 4 devices move as on one device, and the program gathers none of them."""
+    config = tiny_decoder_config(layers=3, experts=Experts(8, 2, normalize=True))
+    params, mesh = tiny_params(config), make_mesh(devices=jax.devices()[:4], fsdp=4)
+    optimizer = make_optimizer(name="muon")
+    placed = state_shardings(params, optimizer, mesh)
+    state, gradient = init_state(params, optimizer, mesh), gradients(params)[0]
+    given = jax.device_put(gradient, placed.params), state.opt_state, state.params
+    with jax.numpy_dtype_promotion("standard"):
+        update = (
+            jax.jit(optimizer.update, out_shardings=(placed.params, placed.opt_state)).lower(*given).compile()
+        )
+    gathered = re.findall(r"= f32\[([0-9,]+)\]\S* all-gather\(", update.as_text())
+    assert not [shape for shape in gathered if len(shape.split(",")) > 3 or "24," in shape]
+    change, _ = update(*given)
+    expected = changes(params, optimizer, [gradient])[0]
+    for name, leaf in names_of(change).items():
+        np.testing.assert_allclose(leaf, expected[name], atol=1e-4, rtol=1e-5)
+
+
 def test_calls_with_the_same_arguments_share_programs():
     assert make_optimizer(name="muon") is make_optimizer(name="muon")
     assert make_optimizer(name="muon") is not make_optimizer()
+
+
+OUTPUTS = {"query": 2, "key": 2, "value": 2, "value_gate": 2, **dict.fromkeys(("output", "gate", "up", "down", "router", "write", "forget"), 1)}  # fmt: skip
+"""How many of a matrix's dimensions are outputs. They follow the dimensions of layers and, in `gate`, `up` and `down` of experts, of experts."""
+
+
+def matrices_alone(name, leaf, experts):
+    """Returns the matrices of each layer and expert, with the inputs first."""
+    batch = 2 if experts and name in ("gate", "up", "down") else 1
+    rows = np.prod(leaf.shape[batch : batch + OUTPUTS[name]])
+    stacked = np.asarray(leaf).reshape(np.prod(leaf.shape[:batch]), rows, -1)
+    return {f"{name}.{index}": matrix.T for index, matrix in enumerate(stacked)}
+
+
+def shrunk(name):
+    """Returns a tiny decoder with the parameters of a preset. All sizes differ, so a matrix that is split in a wrong place has another shape."""
+    large = preset(name)
+    sizes = {
+        "layers": 2,
+        "vocab_size": 11,
+        "embed_dim": 10,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "mlp_dim": 14,
+    }
+    if large.delta is not None:
+        sizes |= {"delta": DeltaSizes(1, 2, 4, 6), "delta_layers": (True, False)}
+    options = ("tied_embeddings", "qkv_bias", "qk_norm", "norm_place", "norm_offset", "attention_gate")
+    experts = large.experts and replace(large.experts, count=5, chosen=2)
+    return DecoderConfig(experts=experts, **sizes, **{key: getattr(large, key) for key in options})
+
+
+@pytest.mark.parametrize(
+    "config", {shrunk(name): name for name in PRESETS}, ids={shrunk(name): name for name in PRESETS}.get
+)
+def test_every_matrix_of_every_layer_and_expert_moves_as_with_optax_muon_alone(config):
+    """One update without decay. Expert e has gradients 10^-e times as large, and the last expert has none, as if no token chose it.
+
+    A norm over several experts would leave most of them almost without a change.
+    """
+    params = shapes_of(config)
+    rng = np.random.default_rng(3)
+
+    def gradient(path, leaf):
+        found = rng.standard_normal(leaf.shape)
+        if config.experts and jax.tree_util.keystr(path).split("'")[-2] in ("gate", "up", "down"):
+            found *= np.array([1, 0.1, 0.01, 0.001, 0])[:, None, None]
+        return jnp.asarray(found, jnp.float32)
+
+    grads = jax.tree_util.tree_map_with_path(gradient, params)
+    ours = make_optimizer(name="muon", weight_decay=0.0, max_grad_norm=1e9)
+    with jax.numpy_dtype_promotion("standard"):
+        found, _ = jax.jit(lambda g: ours.update(g, ours.init(g), g))(grads)
+    alone = muon(1.0, consistent_rms=0.2)
+    experts = config.experts is not None
+    for stack, of_gradient in nnx.to_pure_dict(grads).items():
+        changed = {} if stack == "ends" else nnx.to_pure_dict(found)[stack]
+        for key in OUTPUTS.keys() & changed.keys():
+            given = matrices_alone(key, of_gradient[key], experts)
+            with jax.numpy_dtype_promotion("standard"):
+                expected, _ = jax.jit(lambda g: alone.update(g, alone.init(g), g))(given)
+            for each, matrix in matrices_alone(key, changed[key], experts).items():
+                np.testing.assert_allclose(matrix, expected[each], atol=1e-4, err_msg=f"{stack}.{each}")
+
+
+def test_a_router_is_a_matrix_of_muon():
+    """Two experts, three features, gradient diag(3, 4).
+
+    Divided by the norm 5, its singular values are 0.6 and 0.8. Five times x -> 3.4445 x - 4.775 x^3 + 2.0315 x^5 makes them 0.72288 and 1.11920, and
+    0.2 sqrt(max(2, 3)) makes them 0.25041 and 0.38770. AdamW would change both entries by 1.
+    """
+    gradient = nnx.State(
+        {"router": nnx.Param(jnp.asarray([[[3.0, 0, 0], [0, 4, 0]]]), axes=("features", "norm"))}
+    )
+    optimizer = make_optimizer(name="muon", weight_decay=0.0)
+    with jax.numpy_dtype_promotion("standard"):
+        [change] = jax.tree.leaves(optimizer.update(gradient, optimizer.init(gradient), gradient)[0])
+    np.testing.assert_allclose(change[0], [[-0.25041, 0, 0], [0, -0.38770, 0]], atol=1e-5)

@@ -37,7 +37,8 @@ from tests.training.correction_test import (
     one_device,
 )
 
-TEACHER_CONFIG = tiny_decoder_config(layers=2, embed_dim=24, mlp_dim=16, heads=2, kv_heads=2)
+TEACHER_CONFIG = tiny_decoder_config(layers=2, embed_dim=24, mlp_dim=16, heads=2, kv_heads=2, logit_cap=0.75)
+"""The student's logits are not capped."""
 TEACHER = tiny_params(TEACHER_CONFIG, seed=9)
 COEF = 0.7
 
