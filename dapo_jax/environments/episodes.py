@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Prompt, Standing, Verdict
 from dapo_jax.environments.calls import (
     LostError,
@@ -128,6 +129,27 @@ class Episodes(AbstractContextManager["Episodes"]):
             return before
 
         return self._submit(opened, begin)
+
+    def check(self, prompt: Prompt, *, limit: int) -> str:
+        """Begins an episode of at most `limit` tokens and closes it. Returns the reason if it was lost or has no room for a turn.
+
+        Raises:
+            ConfigError: the chat template would lose every episode, for example because it has no place for tools.
+        """
+        opened = _Open(prompt)
+
+        async def begin() -> str:
+            try:
+                before = self._continuation(await self._begun(opened), after=None).tokens
+                return "" if len(before) < limit else _NO_ROOM.format(begins=f" with {len(before)} tokens")
+            except ConfigError as error:
+                raise ConfigError(f"environment {self._name}: {error}") from error
+            except Exception as error:
+                return str(lost_by(error))
+            finally:
+                await self._closed([opened])
+
+        return self._loop.submit(begin()).result()
 
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
         """Reopens an episode that an earlier process started. `turns` are the answered turns, which are replayed before the next turn."""

@@ -5,7 +5,6 @@ templates also rewrite earlier turns. For example, Qwen3's template removes the 
 of earlier turns stay the same. Only text that the template itself writes can become special tokens. Text inside messages never does, even in nested fields.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.environments.calls import LostError
+from dapo_jax.environments.calls import LostError, TemplateError
 from dapo_jax.environments.protocol import Context
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding
@@ -90,18 +89,22 @@ class Rendering:
             found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
         elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
             template, guard = self._template(), Guarding(self.tokenizer)
-            if context.tools and not re.search(r"\btools\b", template.source):
-                raise LostError(
-                    f"chat template {template.name} does not use the variable `tools`: describe the tools in the system message, and return a Context "
-                    "without tools"
-                )
             try:
                 messages = [guard.message(message) for message in canonical_messages(contents)]
-                tools = [guard.value(tool) for tool in context.tools] or None
-                kwargs = {**self.template_kwargs, "tools": tools}
-                found = guard.ids(template.render(messages, kwargs, today=self.today))
+                kwargs = {
+                    **self.template_kwargs,
+                    "tools": [guard.value(tool) for tool in context.tools] or None,
+                }
+                rendered = template.render(messages, kwargs, today=self.today)
+                found = guard.ids(rendered)
+                has_tools = rendered != template.render(messages, {**kwargs, "tools": None}, today=self.today)
             except (ValueError, TypeError) as error:
                 raise LostError(f"a context cannot be rendered: {error}") from error
+            if context.tools and not has_tools:
+                raise TemplateError(
+                    f"chat template {template.name} does not use the variable `tools`: use a model whose template does, such as Qwen2.5's, or "
+                    "describe the tools in the system message, and return a Context without tools"
+                )
         else:
             found = self.ids(contents, after=None)
         if not len(found):
@@ -135,8 +138,8 @@ class Rendering:
 
     def _template(self) -> ChatTemplate:
         if self.tokenizer.chat_template is None:
-            raise LostError(
-                "messages were appended, but the model has no chat template: choose a model or a model.tokenizer with a chat template, or "
+            raise TemplateError(
+                "there are messages, but the model has no chat template: choose a model or a model.tokenizer with a chat template, or "
                 "append text or token ids"
             )
         return self.tokenizer.chat_template

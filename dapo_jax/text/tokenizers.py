@@ -224,6 +224,11 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     return None if own is None else own(token)
 
 
+def spelled(tokenizer: Tokenizer, ids: Int[np.ndarray, " tokens"]) -> str:
+    """Returns the text of `ids` with the names of special tokens, such as `<|im_end|>`, if the tokenizer has a method `spelled`."""
+    return getattr(tokenizer, "spelled", tokenizer.decode)(ids)
+
+
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """Loads the tokenizer from a model folder that `save_tokenizer` or a Hugging Face library has written.
 
