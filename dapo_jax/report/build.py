@@ -20,7 +20,7 @@ from dapo_jax.report.page import packed_of, page_of
 from dapo_jax.report.panels import OTHER, Panel, panels_of
 from dapo_jax.report.rollouts import lay_out
 from dapo_jax.report.runs import RunFiles, read_runs
-from dapo_jax.report.tables import AXES, Column, Table, comparable, configurations, number_of, table_of
+from dapo_jax.report.tables import AXES, Column, Table, about, comparable, configurations, number_of, table_of
 from dapo_jax.report.timeline import PHASES, timeline_of, trace_of
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
@@ -121,6 +121,7 @@ def page_data(
             "name": run.name,
             "place": str(run.place),
             "status": asdict(run.status),
+            "about": about(run),
             "steps": None if run.config is None else run.config.steps,
             "by_score": run.by_score,
             "axes": table.axes,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from dapo_jax.config import TrainConfig
+from dapo_jax.config import ALGORITHMS, TrainConfig
 from dapo_jax.config.loading import leaf_values
 from dapo_jax.report.runs import RunFiles
 
@@ -105,6 +105,21 @@ def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def about(run: RunFiles) -> dict[str, str]:
+    """Returns the algorithm and the seed of a run, and the command line, the machine and the versions of its last process."""
+    if run.config is None:
+        return dict(run.status.process)
+    leaves = leaf_values(run.config)
+    fits = [
+        name for name, row in ALGORITHMS.items() if all(leaves[key] == value for key, value in row.items())
+    ]
+    return {
+        "algorithm": fits[0] if fits else "its own keys",
+        "seed": str(run.config.seed),
+        **run.status.process,
+    }
 
 
 def _shown(value: Any) -> str:

@@ -4,11 +4,20 @@ If a run is killed, the state in its file remains `running`, so only `locks.is_h
 """
 
 import contextlib
+import functools
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import os
+import platform
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
 
+from dapo_jax import __version__
 from dapo_jax.config.keys import without_secrets
 from dapo_jax.health.stopping import StoppedError
 from dapo_jax.locks import LockLostError
@@ -30,6 +39,8 @@ class RunStatus:
     """The time at which the status was written (ISO 8601, UTC). If the run has ended, this is the time of its end."""
     reason: str = ""
     """The signal or the error that ended the run; empty otherwise."""
+    process: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The command line, the machine, the devices and the versions of the process that wrote the status."""
 
 
 @contextlib.contextmanager
@@ -57,8 +68,24 @@ def write_status(run_dir: AnyPath, state: str, reason: str = "") -> None:
         state=state,
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         reason=" ".join(without_secrets(reason).split())[:_LONGEST_REASON],
+        process=_process(),
     )
     write_whole(run_dir / FILE, json.dumps(asdict(status)).encode("utf-8", errors="replace") + b"\n")
+
+
+@functools.cache
+def _process() -> Mapping[str, str]:
+    import jax  # here, because a report needs no devices
+
+    kinds = Counter(one.device_kind for one in jax.devices())
+    packages = [f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "flax", "optax", "numpy")]
+    words = [Path(sys.argv[0]).name.replace("__main__.py", "dapo-jax"), *sys.argv[1:]]
+    return {
+        "command line": without_secrets(shlex.join(words)),
+        "machine": f"{platform.node()}, {platform.platform()}, {os.cpu_count()} CPU cores",
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        "versions": ", ".join([f"dapo_jax {__version__}", f"Python {platform.python_version()}", *packages]),
+    }
 
 
 def read_status(run_dir: AnyPath) -> RunStatus | None:
