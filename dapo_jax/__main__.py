@@ -1,7 +1,3 @@
 """Runs the command line for `python -m dapo_jax`."""
 
-import sys
-
-from dapo_jax.cli import main
-
-sys.exit(main())
+import dapo_jax.cli.__main__  # noqa: F401

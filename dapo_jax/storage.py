@@ -278,9 +278,7 @@ def _objects() -> Any:
         importlib.import_module("gcsfs")
         fsspec = importlib.import_module("fsspec")
     except ImportError as error:
-        raise ValueError(
-            f"files in a bucket need the package gcsfs ({error}): {how_to_install('gcs')}"
-        ) from error
+        raise ValueError(f"buckets need the package gcsfs ({error}): {how_to_install('gcs')}") from error
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     return fsspec.filesystem("gcs", skip_instance_cache=True)
 

@@ -42,10 +42,9 @@ def data_files(path: Path) -> list[Path]:
         inside = [file for file in (*path.iterdir(), *path.glob("*/*")) if file.name.endswith(KINDS)]
         found = sorted(filter(Path.is_file, inside))
         folders = sorted({file.parent.name for file in found})
-        if here := [file for file in found if file.parent == path]:
-            return here
-        if len(folders) == 1:  # the folder `data` of a dataset on the hub
-            return found
+        here = [file for file in found if file.parent == path]
+        if here or len(folders) == 1:  # the folder `data` of a dataset on the hub
+            return here or found
         where = f", but its folders {', '.join(folders)} have some: choose one" if folders else ""
         raise ValueError(f"the folder {path} has no data file{where}; data files end in {', '.join(KINDS)}")
     if not path.is_file():

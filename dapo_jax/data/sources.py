@@ -154,9 +154,7 @@ def _builder(name: str, root: str, files: Files) -> "OwnBuilder":
             known = f"there are {', '.join(cls.OPTIONS)}" if cls.OPTIONS else "it has none"
             raise ValueError(f"dataset {name!r} has no option {option!r}; {known}")
         if not isinstance(chosen, str) or not chosen:
-            raise ValueError(
-                f"dataset {name!r}: option {option!r} is {chosen!r:.60}; it must be a field's name"
-            )
+            raise ValueError(f"dataset {name!r}: option {option!r} is {chosen!r:.60}, needs a field's name")
     return cls(files, data_dir=root, file_format="array_record")
 
 

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 
 import jax
 import numpy as np
@@ -36,7 +35,6 @@ from dapo_jax.run.loop import Metrics, Observer, StepResult, run_steps
 from dapo_jax.run.policy import mesh_of, meshes_of
 from dapo_jax.run.resume_point import IDENTITY
 from dapo_jax.sampling.engine import BLOCK_SLOTS
-from dapo_jax.text.tokenizers import spelled
 from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState
 
@@ -145,7 +143,8 @@ class TinyStep(ExitStack, Observer):
         policy, began = self._run.policy, time.monotonic()
         episodes = episodes_of(environment_of(self._whole.environment), self._whole, policy.tokenizer)
         assert episodes is not None
-        decode, example, verdicts = partial(spelled, policy.tokenizer), "", list[Verdict]()
+        decode = getattr(policy.tokenizer, "spelled", policy.tokenizer.decode)
+        example, verdicts = "", list[Verdict]()
         with episodes:
             for group in self._collected.groups:
                 responses = [rollout.response for rollout in group.rollouts]

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Lost, as_float
 from dapo_jax.environments.protocol import Context, Step
 from dapo_jax.rewards.async_calls import ends_in_time
@@ -42,10 +41,6 @@ class LostError(Exception):
     def __init__(self, reason: str, lost: Lost = "raised") -> None:
         super().__init__(reason)
         self.lost: Lost = lost
-
-
-class TemplateError(LostError, ConfigError):
-    """The chat template cannot render the context of an episode, so every episode would be lost."""
 
 
 async def called(call: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
@@ -104,9 +99,7 @@ def checked_episode(made: Any) -> Any:
         LostError: there is no such method.
     """
     if not callable(getattr(made, "step", None)):
-        raise LostError(
-            f"{made!r:.200} ({type(made).__name__}) has no method step(turn), so it cannot answer turns"
-        )
+        raise LostError(f"{made!r:.200} ({type(made).__name__}) has no method step(turn)")
     return made
 
 

@@ -136,20 +136,13 @@ class Episodes(AbstractContextManager["Episodes"]):
         Raises:
             ConfigError: the chat template would lose every episode, for example because it has no place for tools.
         """
-        opened = _Open(prompt)
-
-        async def begin() -> str:
-            try:
-                before = self._continuation(await self._begun(opened), after=None).tokens
-                return "" if len(before) < limit else _NO_ROOM.format(begins=f" with {len(before)} tokens")
-            except ConfigError as error:
-                raise ConfigError(f"environment {self._name}: {error}") from error
-            except Exception as error:
-                return str(lost_by(error))
-            finally:
-                await self._closed([opened])
-
-        return self._loop.submit(begin()).result()
+        with self.apart():
+            before = self.start(prompt, 0).result()
+            opened = self._open[prompt.ordinal, 0]
+        if opened.standing.lost == "template":
+            raise ConfigError(f"environment {self._name}: {opened.standing.reason}")
+        full = before is not None and len(before.tokens) >= limit
+        return _NO_ROOM.format(begins=opened.begins) if full else opened.standing.reason
 
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
         """Reopens an episode that an earlier process started. `turns` are the answered turns, which are replayed before the next turn."""

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.environments.calls import LostError, TemplateError
+from dapo_jax.dapo.rollouts import Lost
+from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.protocol import Context
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding
@@ -69,9 +70,7 @@ class Rendering:
 
     def _text(self, text: str) -> Int[np.ndarray, " new"]:
         if len(text) > MOST_CHARACTERS:
-            raise LostError(
-                f"a text of {len(text):,} characters was appended; the limit is {MOST_CHARACTERS:,}"
-            )
+            raise LostError(f"a text has {len(text):,} characters; the limit is {MOST_CHARACTERS:,}")
         try:
             text.encode("utf-8")  # raises for an unpaired surrogate
             return self.tokenizer.encode_plain(text)
@@ -88,29 +87,26 @@ class Rendering:
         if isinstance(contents, str):
             found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
         elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
-            template, guard = self._template(), Guarding(self.tokenizer)
+            template, guard = self._template("template"), Guarding(self.tokenizer)
             try:
                 messages = [guard.message(message) for message in canonical_messages(contents)]
-                kwargs = {
-                    **self.template_kwargs,
-                    "tools": [guard.value(tool) for tool in context.tools] or None,
-                }
+                tools = [guard.value(tool) for tool in context.tools] or None
+                kwargs = {**self.template_kwargs, "tools": tools}
                 rendered = template.render(messages, kwargs, today=self.today)
                 found = guard.ids(rendered)
                 has_tools = rendered != template.render(messages, {**kwargs, "tools": None}, today=self.today)
             except (ValueError, TypeError) as error:
                 raise LostError(f"a context cannot be rendered: {error}") from error
             if context.tools and not has_tools:
-                raise TemplateError(
+                raise LostError(
                     f"chat template {template.name} does not use the variable `tools`: use a model whose template does, such as Qwen2.5's, or "
-                    "describe the tools in the system message, and return a Context without tools"
+                    "describe the tools in the system message, and return a Context without tools",
+                    "template",
                 )
         else:
             found = self.ids(contents, after=None)
         if not len(found):
-            raise LostError(
-                "the new context is empty; it replaces everything before it, so it needs at least one token"
-            )
+            raise LostError("the new context is empty; it needs at least one token")
         return found
 
     def _messages(
@@ -136,10 +132,10 @@ class Rendering:
         ended = len(after) > 0 and len(ids) > 0 and int(after[-1]) in self.tokenizer.stop_ids
         return ids[1:] if ended and int(ids[0]) == int(after[-1]) else ids
 
-    def _template(self) -> ChatTemplate:
+    def _template(self, lost: Lost = "raised") -> ChatTemplate:
         if self.tokenizer.chat_template is None:
-            raise TemplateError(
-                "there are messages, but the model has no chat template: choose a model or a model.tokenizer with a chat template, or "
-                "append text or token ids"
+            raise LostError(
+                "there are messages, but the model has no chat template: choose a model with a chat template, or append text or token ids",
+                lost,
             )
         return self.tokenizer.chat_template

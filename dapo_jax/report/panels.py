@@ -10,9 +10,7 @@ from dapo_jax.report.tables import EQUAL, REST, Table
 OTHER = "Other metrics"
 """The section for metrics that no panel in `PANELS` shows."""
 
-_PARTS = re.compile(
-    r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval|grade|wait|logprobs|checkpoint|between)_s"
-)
+_PARTS = re.compile(r"eval/.+(_stderr|/problems)|time/(step|eval|grade|wait|logprobs|checkpoint|between)_s")
 """Metrics without a panel in `OTHER`, because another panel includes them or because they never change."""
 
 
@@ -211,15 +209,11 @@ def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table])
         only = f" {_dataset(series[0])}"
         series = tuple(replace(each, label=each.label.removesuffix(only)) for each in series)
     shown, fell_back = set[str](), set[str]()
-    logged = [
-        {
-            each.key
-            for each in series
-            if each.key in table.columns and table.columns[each.key][line] is not None
-        }
-        for table in tables
-        for line in range(len(table.axes["step"]))
-    ]
+    logged = list[set[str]]()
+    for table in tables:
+        known = {each.key: table.columns[each.key] for each in series if each.key in table.columns}
+        lines = zip(*known.values(), strict=True)
+        logged += [{key for key, one in zip(known, line, strict=True) if one is not None} for line in lines]
     for kind in dict.fromkeys(each.key.partition("@")[0] for each in series):
         counted = {each.key for each in series if each.key.partition("@")[0] == kind}
         common = set.intersection(*(keys & counted for keys in logged if keys & counted))

@@ -61,7 +61,7 @@ def table_of(run: RunFiles) -> Table:
     )
 
 
-def comparable(tables: Sequence[Table]) -> Sequence[Table]:
+def comparable(tables: Sequence[Table]) -> list[Table]:
     """Renames avg@4, avg@8, ... to avg@k if evaluations of a dataset differ in k, because the expected value is the same for every k."""
     of_dataset: dict[str, set[str]] = {}
     for match in (match for table in tables for name in table.columns if (match := _AVERAGE.fullmatch(name))):
@@ -109,17 +109,10 @@ def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
 
 def about(run: RunFiles) -> dict[str, str]:
     """Returns the algorithm and the seed of a run, and the command line, the machine and the versions of its last process."""
-    if run.config is None:
-        return dict(run.status.process)
-    leaves = leaf_values(run.config)
-    fits = [
-        name for name, row in ALGORITHMS.items() if all(leaves[key] == value for key, value in row.items())
-    ]
-    return {
-        "algorithm": fits[0] if fits else "its own keys",
-        "seed": str(run.config.seed),
-        **run.status.process,
-    }
+    known = {} if run.config is None else leaf_values(run.config)
+    fits = (name for name, row in ALGORITHMS.items() if all(known[key] == row[key] for key in row))
+    own = {"algorithm": next(fits, "its own keys"), "seed": str(known["seed"])} if known else {}
+    return {**own, **run.status.process}
 
 
 def _shown(value: Any) -> str:

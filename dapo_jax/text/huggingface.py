@@ -173,15 +173,12 @@ class HuggingFaceTokenizer:
 
         Bytes that are not valid UTF-8 become U+FFFD. White space is not changed.
         """
-        return self._decoded(ids, without_special=True)
+        with self._library("cannot decode these ids with"):
+            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
     def spelled(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids`, in which special tokens have their names, such as `<|im_end|>`."""
-        return self._decoded(ids, without_special=False)
-
-    def _decoded(self, ids: Int[np.ndarray, " tokens"], *, without_special: bool) -> str:
-        with self._library("cannot decode these ids with"):
-            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=without_special)
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes | None:
         """See `dapo_jax.text.tokenizers.token_bytes`."""

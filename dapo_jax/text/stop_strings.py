@@ -37,9 +37,7 @@ class StopStrings:
         """
         for string in strings:
             if not string:
-                raise ValueError(
-                    "a stop string is empty, so every response would end before it begins; remove it"
-                )
+                raise ValueError("a stop string is empty and would end every response at once; remove it")
             if "\ufffd" in string:
                 raise ValueError(
                     f"stop string {string!r} contains U+FFFD, which decoders write for incomplete characters; remove it"

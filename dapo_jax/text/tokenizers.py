@@ -132,9 +132,7 @@ class CharTokenizer(_Plain):
         repeated = sorted({char for char in self.alphabet if self.alphabet.count(char) > 1})
         if repeated or not self.alphabet:
             problem = f"repeats {repeated}" if repeated else "is empty"
-            raise ValueError(
-                f"alphabet {self.alphabet!r} {problem}; give every character of prompts and responses once"
-            )
+            raise ValueError(f"alphabet {self.alphabet!r} {problem}; give each character once")
 
     @property
     def vocab_size(self) -> int:
@@ -222,11 +220,6 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     """
     own = getattr(tokenizer, "token_bytes", None)
     return None if own is None else own(token)
-
-
-def spelled(tokenizer: Tokenizer, ids: Int[np.ndarray, " tokens"]) -> str:
-    """Returns the text of `ids` with the names of special tokens, such as `<|im_end|>`, if the tokenizer has a method `spelled`."""
-    return getattr(tokenizer, "spelled", tokenizer.decode)(ids)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:

@@ -163,12 +163,7 @@ def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
     )
 
 
-def format_rollouts(
-    groups: Sequence[Group],
-    *,
-    metric: str = "correct",
-    decode: Decode | None = None,
-) -> str:
+def format_rollouts(groups: Sequence[Group], *, metric: str = "correct", decode: Decode | None = None) -> str:
     """Formats rollouts as text: each group's question and answer, followed by its responses with their verdicts, or with
     their scores if `metric` is `score`. Control characters are escaped.
 
@@ -183,18 +178,18 @@ def format_rollouts(
         parts.append(f"  answer: {group.prompt.answer}")
         for index, rollout in enumerate(group.rollouts):
             parts.append(f"  [{index}] {_summary(rollout, metric)}")
-            parts += _turns(rollout, decode) if decode else [_indented(rollout.text, "      ")]
+            text = [_indented(rollout.text, "      ")]
+            parts += _turns(rollout, decode) if decode and rollout.response.turns else text
         parts.append("")
     return visible("\n".join(parts).rstrip("\n") + "\n")
 
 
 def _turns(rollout: Rollout, decode: Decode) -> Iterator[str]:
     """Yields the text of each turn of an episode, and the environment's text between the turns."""
-    turns, done, tokens = rollout.response.turns, 0, rollout.response.tokens
-    for first, stop in turns or [(0, len(tokens))]:
-        if first > done:
-            yield _indented(decode(tokens[done:first]), "      > ")
-        yield _indented(decode(tokens[first:stop]) if turns else rollout.text, "      ")
+    done, tokens = 0, rollout.response.tokens
+    for first, stop in rollout.response.turns:
+        yield from [_indented(decode(tokens[done:first]), "      > ")] * (first > done)
+        yield _indented(decode(tokens[first:stop]), "      ")
         done = stop
 
 

@@ -4,20 +4,15 @@ If a run is killed, the state in its file remains `running`, so only `locks.is_h
 """
 
 import contextlib
-import functools
 import json
 import os
 import platform
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
 
-from dapo_jax import __version__
 from dapo_jax.config.keys import without_secrets
 from dapo_jax.health.stopping import StoppedError
 from dapo_jax.locks import LockLostError
@@ -64,28 +59,21 @@ def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -
 
 def write_status(run_dir: AnyPath, state: str, reason: str = "") -> None:
     """Replaces the status file."""
+    import jax  # not at the top, because a report needs no devices
+
+    own = sys.modules["dapo_jax"].__version__
     status = RunStatus(
         state=state,
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         reason=" ".join(without_secrets(reason).split())[:_LONGEST_REASON],
-        process=_process(),
+        process={
+            "command line": without_secrets(shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])),
+            "machine": f"{platform.node()}, {platform.platform()}",
+            "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            "versions": f"dapo_jax {own}, jax {jax.__version__}, Python {platform.python_version()}",
+        },
     )
     write_whole(run_dir / FILE, json.dumps(asdict(status)).encode("utf-8", errors="replace") + b"\n")
-
-
-@functools.cache
-def _process() -> Mapping[str, str]:
-    import jax  # here, because a report needs no devices
-
-    kinds = Counter(one.device_kind for one in jax.devices())
-    packages = [f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "flax", "optax", "numpy")]
-    words = [Path(sys.argv[0]).name.replace("__main__.py", "dapo-jax"), *sys.argv[1:]]
-    return {
-        "command line": without_secrets(shlex.join(words)),
-        "machine": f"{platform.node()}, {platform.platform()}, {os.cpu_count()} CPU cores",
-        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
-        "versions": ", ".join([f"dapo_jax {__version__}", f"Python {platform.python_version()}", *packages]),
-    }
 
 
 def read_status(run_dir: AnyPath) -> RunStatus | None:
