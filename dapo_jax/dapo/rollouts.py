@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length"]
 NO_ROUTE = 255
 """Entry of a record of chosen experts where nothing is recorded. All entries of a token are equal to it, and the token then chooses its experts itself."""
 
-Lost = Literal["timeout", "memory", "died", "nonfinite", "raised", "template"]
+Lost = Literal["timeout", "memory", "died", "nonfinite", "raised"]
 """Why a response has no verdict: the grader exceeded its time or memory limit, its process died, its score is not finite, or the environment raised."""
 
 

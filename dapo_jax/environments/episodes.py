@@ -64,12 +64,14 @@ class _Open:
     """Turns from an earlier process that must be replayed to the episode before its next turn."""
     score: float | None = None
     """The episode's reward from `group_rewards`, if the environment has this method."""
+    every: bool = False
+    """Whether the episode was lost for a reason that loses every episode."""
     begins: str = ""
     """Phrase for an error message, with the number of tokens before the first turn. Empty if this process does not know the number."""
 
     def lose(self, error: LostError) -> None:
         """Ends the episode without a reward."""
-        self.standing.lost, self.standing.reason = error.lost, str(error)
+        self.standing.lost, self.standing.reason, self.every = error.lost, str(error), error.every
 
 
 class Episodes(AbstractContextManager["Episodes"]):
@@ -139,7 +141,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         with self.apart():
             before = self.start(prompt, 0).result()
             opened = self._open[prompt.ordinal, 0]
-        if opened.standing.lost == "template":
+        if opened.every:
             raise ConfigError(f"environment {self._name}: {opened.standing.reason}")
         full = before is not None and len(before.tokens) >= limit
         return _NO_ROOM.format(begins=opened.begins) if full else opened.standing.reason

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.dapo.rollouts import Lost
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.protocol import Context
 from dapo_jax.text.chat import ChatTemplate
@@ -87,21 +86,21 @@ class Rendering:
         if isinstance(contents, str):
             found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
         elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
-            template, guard = self._template("template"), Guarding(self.tokenizer)
+            template, guard = self._template(every=True), Guarding(self.tokenizer)
             try:
                 messages = [guard.message(message) for message in canonical_messages(contents)]
                 tools = [guard.value(tool) for tool in context.tools] or None
                 kwargs = {**self.template_kwargs, "tools": tools}
                 rendered = template.render(messages, kwargs, today=self.today)
                 found = guard.ids(rendered)
-                has_tools = rendered != template.render(messages, {**kwargs, "tools": None}, today=self.today)
+                bare = tools and template.render(messages, {**kwargs, "tools": None}, today=self.today)
             except (ValueError, TypeError) as error:
                 raise LostError(f"a context cannot be rendered: {error}") from error
-            if context.tools and not has_tools:
+            if rendered == bare:
                 raise LostError(
                     f"chat template {template.name} does not use the variable `tools`: use a model whose template does, such as Qwen2.5's, or "
                     "describe the tools in the system message, and return a Context without tools",
-                    "template",
+                    every=True,
                 )
         else:
             found = self.ids(contents, after=None)
@@ -132,10 +131,10 @@ class Rendering:
         ended = len(after) > 0 and len(ids) > 0 and int(after[-1]) in self.tokenizer.stop_ids
         return ids[1:] if ended and int(ids[0]) == int(after[-1]) else ids
 
-    def _template(self, lost: Lost = "raised") -> ChatTemplate:
+    def _template(self, *, every: bool = False) -> ChatTemplate:
         if self.tokenizer.chat_template is None:
             raise LostError(
                 "there are messages, but the model has no chat template: choose a model with a chat template, or append text or token ids",
-                lost,
+                every=every,
             )
         return self.tokenizer.chat_template

@@ -61,16 +61,16 @@ def write_status(run_dir: AnyPath, state: str, reason: str = "") -> None:
     """Replaces the status file."""
     import jax  # not at the top, because a report needs no devices
 
-    own = sys.modules["dapo_jax"].__version__
+    program = os.path.basename(sys.argv[0]).replace("__main__.py", "dapo-jax")
     status = RunStatus(
         state=state,
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         reason=" ".join(without_secrets(reason).split())[:_LONGEST_REASON],
         process={
-            "command line": without_secrets(shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])),
+            "command line": without_secrets(shlex.join([program, *sys.argv[1:]])),
             "machine": f"{platform.node()}, {platform.platform()}",
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-            "versions": f"dapo_jax {own}, jax {jax.__version__}, Python {platform.python_version()}",
+            "versions": f"dapo_jax {sys.modules['dapo_jax'].__version__}, jax {jax.__version__}, Python {platform.python_version()}",
         },
     )
     write_whole(run_dir / FILE, json.dumps(asdict(status)).encode("utf-8", errors="replace") + b"\n")

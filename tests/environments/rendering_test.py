@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from dapo_jax.config import ConfigError
 from dapo_jax.environments import Context
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.rendering import Rendering
@@ -130,5 +129,5 @@ def test_a_template_that_mentions_tools_without_showing_them_is_refused_too():
     """The word is in a comment and in a condition, but no schema is in the text."""
     written = "{# tools #}{% for m in messages if not tools or True %}{{ m.content }}{% endfor %}"
     context = Context([{"role": "user", "content": "q"}], tools=[{"type": "function"}])
-    with pytest.raises(ConfigError, match="`tools`"):
+    with pytest.raises(LostError, match="`tools`"):
         Rendering(tokenizer=HuggingFaceTokenizer(files_of(template=written))).context_ids(context)
