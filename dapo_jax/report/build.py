@@ -73,9 +73,9 @@ class Report:
         return written
 
     def _repr_html_(self) -> str:
-        """Returns the page in a sandboxed frame, which may only run the page's own script and save files."""
+        """Returns the page in a sandboxed frame, which may only run the page's own script."""
         return (
-            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" title="{html.escape(title_of(self.names))}" '
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="{html.escape(title_of(self.names))}" '
             'style="width: 100%; height: 780px; border: 1px solid #8884; border-radius: 6px"></iframe>'
         )
 
