@@ -30,9 +30,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     (0.5, 0.0, 1.0)
     """
     if not 0 <= correct <= samples or not 1 <= k <= samples:
-        raise ValueError(
-            f"need 0 <= correct <= samples and 1 <= k <= samples; got {correct=}, {samples=}, {k=}"
-        )
+        raise ValueError(f"need 0 <= correct <= samples and 1 <= k <= samples: {correct=}, {samples=}, {k=}")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 

@@ -127,9 +127,7 @@ class _FileLock(Lock):
             self._close()
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
-            raise LockedError(
-                f"{self._path} cannot be written ({error.strerror}): choose a writable folder"
-            ) from error
+            raise LockedError(f"{self._path} cannot be written ({error.strerror}): choose another") from error
         os.register_at_fork(after_in_child=self._close)
 
     def _locked(self) -> bool:
@@ -311,6 +309,4 @@ def _name(holder: bytes) -> str:
 
 
 def _taken_by(holder: bytes) -> LockedError:
-    return LockedError(
-        f"in use by {_name(holder)}: wait until that run ends, stop it, or choose another folder"
-    )
+    return LockedError(f"in use by {_name(holder)}: wait until it ends, stop it, or choose another folder")

@@ -241,14 +241,18 @@ def write_whole(path: AnyPath, data: bytes) -> None:
 
 @contextmanager
 def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing. It gets its final name when the `with` block ends. If the block raises, the file is removed.
+    """Opens a new file for writing. It gets its final name when the `with` block ends. If the block raises, the file is removed. A device or a pipe is written directly.
 
     Raises:
-        OSError: the file cannot be written, or the name belongs to something other than a file, such as a device.
+        OSError: the file cannot be written, or the name belongs to a folder.
     """
     if in_bucket(path):
         # A transaction covers all concurrent writes through a client, so only this module may use this client.
         with _objects().transaction, _objects().open(str(path), "wb") as file:
+            yield file
+        return
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with path.open("wb") as file:  # a rename would remove the device or pipe
             yield file
         return
     place = Path(os.path.realpath(path))  # a symbolic link is kept, and its target is replaced
@@ -274,9 +278,7 @@ def _objects() -> Any:
         importlib.import_module("gcsfs")
         fsspec = importlib.import_module("fsspec")
     except ImportError as error:
-        raise ValueError(
-            f"files in a bucket need the package gcsfs ({error}): {how_to_install('gcs')}"
-        ) from error
+        raise ValueError(f"buckets need the package gcsfs ({error}): {how_to_install('gcs')}") from error
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     return fsspec.filesystem("gcs", skip_instance_cache=True)
 

@@ -40,10 +40,11 @@ _BANNED = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
 
 
 def sources() -> dict[str, list[Path]]:
-    """The library's files by room; a module at the root is a room."""
+    """The library's files by room; a module at the root is a room, except `__main__`, which starts `cli`."""
     rooms = defaultdict(list)
     for path in sorted(LIBRARY.rglob("*.py")):
-        rooms[path.relative_to(LIBRARY).parts[0].removesuffix(".py")].append(path)
+        name = path.relative_to(LIBRARY).parts[0].removesuffix(".py")
+        rooms["cli" if name == "__main__" else name].append(path)
     return dict(rooms)
 
 

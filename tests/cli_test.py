@@ -7,12 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.cli import main
+from dapo_jax.cli import _parsed, main
 from dapo_jax.config import ConfigError, EvaluateConfig, SftConfig, TrainConfig, load_config, to_yaml
 from dapo_jax.trackers import progress, read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
@@ -154,9 +155,54 @@ def test_a_place_that_is_read_only_is_one_message_before_anything_is_done(
 def test_a_json_file_that_cannot_be_written_is_one_message(tmp_path):
     from dapo_jax.cli.arguments import write_json
 
-    for place in (tmp_path / "nowhere" / "found.json", Path(os.devnull)):
+    for place in (tmp_path / "nowhere" / "found.json", tmp_path):
         with pytest.raises(ConfigError, match=rf"--json {place}: .*cannot be written"):
             write_json(str(place), {})
+    write_json(os.devnull, {})
+
+
+@pytest.mark.parametrize("module", ["dapo_jax", "dapo_jax.cli"])
+def test_the_module_is_the_command_and_names_its_version(module):
+    assert python("-m", module, "--version").stdout == f"dapo-jax {version('dapo_jax')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["sample", "m", "--prompt", "-5+3"], "prompt", ["-5+3"]),
+        (["sample", "m", "--prompt", "-", "--prompt", "-n+3", "-n", "2"], "prompt", ["-", "-n+3"]),
+        (["sample", "m", "--prompt", "1", "--system-prompt", "-x"], "system_prompt", "-x"),
+        (["sample", "m", "--prompt", "1", "--stop", "->", "--stop", "--x=1"], "stop", ["->", "--x=1"]),
+        (["sample", "m", "--prompt", "1", "--temperature", "-1e-3"], "temperature", -1e-3),
+        (["score", "r", "--grader", "exact", "--answer-marker", "-->"], "answer_marker", "-->"),
+        (["data", "show", "arithmetic", "--prompt-template", "-{prompt}"], "prompt_template", "-{prompt}"),
+        (["doctor", "c", "--right", "-{answer}"], "right", "-{answer}"),
+        (["eval", "m", "--temperature", "-.5e1", "seed=1"], "temperature", "-.5e1"),
+        (["plan", "c", "--json", "/dev/stdout"], "json", "-"),
+    ],
+)
+def test_an_option_takes_the_next_word_even_if_it_begins_with_a_dash(words, name, value):
+    assert getattr(_parsed(words), name) == value
+
+
+@pytest.mark.parametrize("word", ["--chat", "--seed=3", "-n"])
+def test_an_option_without_its_value_is_noticed_if_another_option_follows(word, capsys):
+    with pytest.raises(SystemExit):
+        main(["sample", "m", "--prompt", word])
+    assert "argument --prompt: expected one argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["prepare", "show"])
+def test_a_file_or_folder_is_a_dataset(verb, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    Path("hub", "data").mkdir(parents=True)
+    shutil.copy("own.jsonl", "hub/data/train-00000-of-00001.jsonl")
+    for source in ("own.jsonl", "hub", "./hub", str(tmp_path / "own.jsonl")):
+        assert main(["data", verb, source, "--data-dir", str(tmp_path / "kept")]) == 0
+        assert f"{source}: 1 prompts from 1 rows" in capsys.readouterr().out
+    assert main(["data", verb, "owm.jsonl"]) == 2
+    assert "owm.jsonl" in one_message(capsys, "data")
 
 
 @pytest.mark.parametrize("platforms", ["nonsense", "cuda"])

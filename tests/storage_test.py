@@ -97,21 +97,39 @@ def test_an_error_while_a_file_is_written_leaves_the_old_one(folder, size, bucke
 
 @pytest.mark.parametrize("target", ["file", "new", "device", "folder"])
 def test_a_link_stays_and_the_file_it_leads_to_is_replaced_but_no_device_and_no_folder(target, tmp_path):
-    """As root, a rename would put a file in the place of /dev/null."""
+    """As root, a rename would put a file in the place of /dev/null. A device receives the bytes instead."""
     (tmp_path / "there" / "folder").mkdir(parents=True)
     (tmp_path / "there" / "file").write_bytes(b"before")
     (tmp_path / "there" / "device").symlink_to(os.devnull)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "there" / target)
     before = names(tmp_path / "there")
-    if target in ("device", "folder"):
+    if target == "folder":
         with pytest.raises(OSError, match="it is not a file"):
             write_whole(link, b"after")
         assert names(tmp_path / "there") == before
+    elif target == "device":
+        write_whole(link, b"after")
+        assert names(tmp_path / "there") == before
+        assert Path(os.devnull).is_char_device()
     else:
         write_whole(link, b"after")
         assert (tmp_path / "there" / target).read_bytes() == b"after"
     assert link.is_symlink()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_pipe_receives_the_bytes_of_a_file(named, tmp_path):
+    """A named pipe, and a pipe that the shell names by its descriptor, as `>(...)` and /dev/stdout do."""
+    if named:
+        os.mkfifo(path := tmp_path / "pipe")
+        reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    else:
+        reading, writing = os.pipe()
+        path = Path(f"/dev/fd/{writing}")
+    write_whole(path, b"after")
+    assert os.read(reading, 9) == b"after"
+    assert names(tmp_path) == ["pipe"] * named
 
 
 def test_folders_are_listed_and_a_missing_one_is_empty(folder):

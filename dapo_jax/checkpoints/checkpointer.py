@@ -91,9 +91,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def __init__(self, folder: str | PathLike[str], *, keep: int = 3, keep_best: bool = False) -> None:
         if keep < 1:
-            raise ValueError(
-                f"keep must be at least 1, got {keep}: a run cannot be resumed without a checkpoint"
-            )
+            raise ValueError(f"keep must be at least 1, got {keep}: to resume, a run needs a checkpoint")
         quiet_orbax()
         path = epath.Path(path_of(folder))
         self.folder = path if in_bucket(path) else path.resolve()  # resolve() does not support gs:// paths

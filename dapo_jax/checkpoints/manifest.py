@@ -185,9 +185,7 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
     try:
         there = stored_files(folder)
         if MANIFEST not in there:
-            raise DamagedError(
-                f"checkpoint {folder} has no {MANIFEST}: it is damaged, or was not written by dapo_jax"
-            )
+            raise DamagedError(f"checkpoint {folder} has no {MANIFEST}: it is damaged, or not from dapo_jax")
         listed = read_object(file_bytes(folder / MANIFEST), MANIFEST)["files"]
         files = {name: SealedFile(**entry) for name, entry in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

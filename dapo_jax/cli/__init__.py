@@ -12,8 +12,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from dapo_jax import __version__
 from dapo_jax.cli import data, generation, planning, training
 from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError, TrainConfig
@@ -138,6 +139,8 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(strange or left)}{hint}")
     if left:
         arguments.overrides = [*arguments.overrides, *left]
+    if getattr(arguments, "json", None) in ("/dev/stdout", "/dev/fd/1"):
+        arguments.json = "-"  # so that tables go to standard error
     return arguments
 
 
@@ -155,7 +158,16 @@ def _meant(option: str, arguments: argparse.Namespace, words: Sequence[str]) -> 
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that suggests the most similar valid choice if a choice is invalid."""
+    """An argument parser that suggests the most similar valid choice if a choice is invalid, and accepts option values that begin with a dash."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Joins each long option to its value (`--prompt=-5+3`), because argparse mistakes a separate value such as `-5+3` for an option."""
+        words, known = list(args), self._option_string_actions
+        for at in reversed(range(len(words) - 1)):
+            takes_value = words[at].startswith("--") and words[at] in known and known[words[at]].nargs is None
+            if takes_value and words[at + 1].partition("=")[0] not in (*known, "--"):
+                words[at : at + 2] = [f"{words[at]}={words[at + 1]}"]
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         message = message.replace(", key=value", "")  # optional, but argparse lists it as a missing argument
@@ -168,6 +180,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     text = "Reinforcement learning of language models with DAPO, in JAX."
     parser: argparse.ArgumentParser = _Parser(prog="dapo-jax", description=text)
+    parser.add_argument("--version", action="version", version=f"dapo-jax {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for kind in (training, planning, generation, data):
         kind.add_to(commands)

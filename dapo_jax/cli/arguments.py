@@ -93,9 +93,7 @@ def write_json(where: str, content: Any, *, given: str = "--json") -> None:
     try:
         write_whole(Path(where).expanduser(), text.encode())
     except OSError as error:
-        raise ConfigError(
-            f"{given} {where}: the file cannot be written: {error.strerror or error}"
-        ) from error
+        raise ConfigError(f"{given} {where}: it cannot be written: {error.strerror or error}") from error
 
 
 def printable(message: str) -> str:

@@ -53,7 +53,7 @@ def add_to(commands: Commands) -> None:
 
 
 def _add_dataset(made: argparse.ArgumentParser) -> None:
-    text = "dapo_math_17k, aime_2024, gsm8k, math_500, jsonl, arithmetic, reasoning_gym:TASK, ..."
+    text = "dapo_math_17k, aime_2024, gsm8k, math_500, a JSON Lines or parquet file, arithmetic, reasoning_gym:TASK, ..."
     made.add_argument("source", metavar="NAME", help=text)
     option(made, "--from", "file or folder of the dataset", "PATH", dest="path", default="")
     how = {"dest": "source_options", "type": json_object, "default": {}}

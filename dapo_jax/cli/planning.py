@@ -48,12 +48,7 @@ def add_to(commands: Commands) -> None:
     made.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, finished or still running")
     option(made, "--out", "file for the page (default RUN/report.html of the first run)", "FILE")
     option(made, "--png", "also write the figures as PNG files (extra report)", "FOLDER")
-    option(
-        made,
-        "--trace",
-        "also write the times of all steps as a trace for chrome://tracing or Perfetto",
-        "FILE",
-    )
+    option(made, "--trace", "also write a trace of all steps for chrome://tracing or Perfetto", "FILE")
     text = "show rollouts of at most N logged steps and responses of at most N evaluations, evenly spaced (default all)"
     option(made, "--rollout-steps", text, "N", type=int)
     text = "serve the page to a browser on this machine instead, and update it while the runs continue"
@@ -122,7 +117,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Check whether this machine can train this configuration."""
     if arguments.right and "{answer}" not in arguments.right:
         raise ConfigError(
-            f"--right: found {arguments.right!r}, needs {{answer}} as a placeholder for the reference answer"
+            f"--right: found {arguments.right!r}, needs {{answer}} in place of the reference answer"
         )
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
     from rich.console import Console

@@ -63,9 +63,7 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
     splits = every_split(data)
     split = split or ("train" if "train" in splits else next(iter(splits)))
     if split not in splits:
-        raise ConfigError(
-            f"--split: found {split!r}, needs one of the splits of {data.source}: {', '.join(splits)}"
-        )
+        raise ConfigError(f"--split: found {split!r}, needs a split of {data.source}: {', '.join(splits)}")
     rows = splits[split]
     try:
         base = source_of(ModelConfig(source=model)).base if model else None

@@ -95,7 +95,7 @@ def evaluate(
     unshaped = replace(config.reward, overlong=_NO_SHAPING)
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     found: dict[str, list[Group]] = {}
-    episodes = episodes_of(environment, config, policy)
+    episodes = episodes_of(environment, config, policy.tokenizer)
     with closing(
         grading(unshaped, policy, max_response_tokens=limit, stop=stop, reward=reward, episodes=episodes)
     ) as graders:

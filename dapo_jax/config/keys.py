@@ -135,7 +135,8 @@ def _check_type(key: str, value: object, expected: Any) -> None:
     needs += " or null" if optional else ""
     if value is None:
         if not optional:
-            refuse(key, value, needs, "write one, or leave the key out if it has a default")
+            quotes = ", in quotes if it begins with one of ~ ! & #" if kind is str else ""
+            refuse(key, value, needs, f"write one{quotes}, or leave the key out if it has a default")
     elif isinstance(value, dict | list | tuple):
         noun = "section" if isinstance(value, dict) else "list"
         refuse(key, value, needs, f"{key} is one value, not a {noun}: write the value itself")
@@ -144,7 +145,7 @@ def _check_type(key: str, value: object, expected: Any) -> None:
             remedy = "unquoted yes, no, on and off are true and false in YAML: quote the word"
             refuse(key, value, needs, remedy)
         if not isinstance(value, str):
-            refuse(key, value, needs, f"quote it: '{value}'")
+            refuse(key, value, needs, f"quote it: '{value}'" if type(value) is int else "quote it as it is")
         if key.rpartition(".")[2] in _PLACES and _PASSWORD.search(value):
             remedy = "the password would be written to config.yaml and sent to trackers: leave it out"
             refuse(key, _PASSWORD.sub(r"\1...@", value), "a place without a password", remedy)

@@ -15,10 +15,15 @@ _PACKAGE = Path(__file__).parent.parent
 _FLOAT = re.compile(
     r"[-+]?(\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+|\d[\d_]*\.[\d_]*|\.\d[\d_]*([eE][-+]?\d+)?|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
 )
+_INT = re.compile(r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)$")
 
 
 class _Loader(yaml.SafeLoader):
-    """Unlike PyYAML's loader, parses `1e-6` as a number and dates as text, and rejects a section in which a key occurs twice."""
+    """Unlike PyYAML's loader, parses `1e-6` as a number, and `=`, `<<`, `010`, `12:30` and dates as text. Rejects a section in which a key occurs twice."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
+        """Returns a whole number, or text for `12:30` and `010`, which YAML 1.1 reads as 750 and 8."""
+        return super().construct_yaml_int(node) if _INT.fullmatch(node.value) else node.value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -44,6 +49,9 @@ for _each in (_Loader, _Dumper):
         for first, known in _each.yaml_implicit_resolvers.items()
     }
     _each.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:value", _Loader.construct_yaml_str)  # `=`
+_Loader.add_constructor("tag:yaml.org,2002:merge", _Loader.construct_yaml_str)  # `<<`, unless it is a key
 
 
 def read_yaml(text: str) -> Any:
@@ -74,7 +82,7 @@ def read_file(path: AnyPath) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        more = "" if "twice" in str(error.problem) else "; check quotes, brackets, tabs and indentation there"
+        more = "" if "twice" in str(error.problem) else "; check brackets, tabs and indents, and quote ':'"
         raise ConfigError(f"{line}not YAML: {error.problem or error.context}{more}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())

@@ -276,9 +276,7 @@ def _count_groups(xp: Any, tokens: Any, group_ids: Any) -> tuple[Any, Any]:
     """
     if group_ids is None or group_ids.shape != tokens.shape:
         found = "none" if group_ids is None else f"shape {group_ids.shape}"
-        raise ValueError(
-            f"aggregation='prompt_mean' needs group_ids of shape {tokens.shape}, one per row; got {found}"
-        )
+        raise ValueError(f"aggregation='prompt_mean' needs group_ids of shape {tokens.shape}; got {found}")
     same = xp.asarray(group_ids)[:, None] == xp.asarray(group_ids)[None, :]
     live = tokens > 0
     has_earlier = (xp.tril(same, -1) & live[None, :]).any(axis=1)

@@ -33,14 +33,20 @@ FileRow: TypeAlias = tuple[str, Mapping[str, Any] | Exception]
 def data_files(path: Path) -> list[Path]:
     """Returns the data files at `path`: the file itself, or if it is a folder, all files in it with an extension in `KINDS`, sorted by name.
 
+    If a folder has no such files, but exactly one of its folders has some, returns the files of the inner folder.
+
     Raises:
         ValueError: the file or folder does not exist, or there is no file with a supported extension.
     """
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(KINDS))
-        if not found:
-            raise ValueError(f"the folder {path} has no data file; data files end in {', '.join(KINDS)}")
-        return found
+        inside = [file for file in (*path.iterdir(), *path.glob("*/*")) if file.name.endswith(KINDS)]
+        found = sorted(filter(Path.is_file, inside))
+        folders = sorted({file.parent.name for file in found})
+        here = [file for file in found if file.parent == path]
+        if here or len(folders) == 1:  # the folder `data` of a dataset on the hub
+            return here or found
+        where = f", but its folders {', '.join(folders)} have some: choose one" if folders else ""
+        raise ValueError(f"the folder {path} has no data file{where}; data files end in {', '.join(KINDS)}")
     if not path.is_file():
         raise ValueError(f"there is no file or folder {path} (current folder: {Path.cwd()})")
     if not path.name.endswith(KINDS):

@@ -62,9 +62,7 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(answer, int | np.integer) and not isinstance(answer, bool):
         answer = str(int(answer))
     if not isinstance(answer, str):
-        raise ValueError(
-            f"'answer' must be a string or an integer; got {answer!r:.60} ({type(answer).__name__})"
-        )
+        raise ValueError(f"'answer' must be text or an integer; got {answer!r:.60} ({type(answer).__name__})")
     for name, value in (("prompt", prompt), ("answer", answer)):
         if isinstance(value, str) and not value.strip():
             raise ValueError(f"{name!r} is empty; remove the row or fill in the field")

@@ -16,11 +16,12 @@ import os
 import pkgutil
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dapo_jax.data import builders
-from dapo_jax.data.files import Files
+from dapo_jax.data.files import KINDS, Files
 from dapo_jax.data.rows import LoadedRows
 from dapo_jax.hints import did_you_mean, needing
 
@@ -52,7 +53,7 @@ def load_rows(
     reasoning-gym task are generated at every call, and the same options always generate the same questions.
 
     Args:
-        source_name: a module of `dapo_jax.data.builders`, or `reasoning_gym:TASK`.
+        source_name: a module of `dapo_jax.data.builders`, `reasoning_gym:TASK`, or a file or folder for the builder `jsonl`.
         split: a split such as `train`, or a part of it, such as `train[:100]`.
         data_dir: folder for prepared datasets; `~` is expanded.
         options: options for a reasoning-gym task (see `reasoning_gym_rows`), or for the builder `jsonl`.
@@ -134,6 +135,9 @@ def _prepare(builder: "OwnBuilder") -> None:
 
 def _builder(name: str, root: str, files: Files) -> "OwnBuilder":
     names = sorted(module.name for module in pkgutil.iter_modules(builders.__path__))
+    is_file = name.endswith(KINDS) or os.path.exists(os.path.expanduser(name))
+    if name not in names and is_file and not files.path:
+        return _builder("jsonl", root, replace(files, path=name))
     if name not in names:
         raise ValueError(f"no dataset builder is named {name!r}; {did_you_mean(name, names)}")
     from dapo_jax.data.file_builder import FileBuilder
@@ -150,9 +154,7 @@ def _builder(name: str, root: str, files: Files) -> "OwnBuilder":
             known = f"there are {', '.join(cls.OPTIONS)}" if cls.OPTIONS else "it has none"
             raise ValueError(f"dataset {name!r} has no option {option!r}; {known}")
         if not isinstance(chosen, str) or not chosen:
-            raise ValueError(
-                f"dataset {name!r}: option {option!r} is {chosen!r:.60}; it must be a field's name"
-            )
+            raise ValueError(f"dataset {name!r}: option {option!r} is {chosen!r:.60}, needs a field's name")
     return cls(files, data_dir=root, file_format="array_record")
 
 

@@ -130,15 +130,10 @@ def show(results: Mapping[str, Found], console: Console, *, configured: bool) ->
 def as_data(results: Mapping[str, Found], *, configured: bool) -> dict[str, Any]:
     """Returns the results and the verdict as JSON-serializable data, which `--json` prints."""
     good, sentence = verdict(results, configured=configured)
-    return {
-        "schema_version": 2,
-        "can_train": good,
-        "verdict": sentence,
-        "checks": [
-            {"name": name, **asdict(found), "seconds": round(found.seconds, 3)}
-            for name, found in results.items()
-        ],
-    }
+    checks = [
+        {"name": name, **asdict(one), "seconds": round(one.seconds, 3)} for name, one in results.items()
+    ]
+    return {"schema_version": 2, "can_train": good, "verdict": sentence, "checks": checks}
 
 
 def _shown(text: str) -> str:

@@ -9,18 +9,11 @@ from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.doctor.check import Found, shortened
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.run.grader_setup import environment_of, submit_of
+from dapo_jax.run.grader_setup import environment_of, episodes_of, submit_of
 from dapo_jax.run.prompt_sets import asked_too_often, dated, held_out_prompts
 from dapo_jax.text.tokenizers import Tokenizer
 
-FORMS = (
-    "{answer}",
-    "{marker}{answer}",
-    "Answer: {answer}",
-    "\\boxed{{answer}}",
-    "#### {answer}",
-    "<answer>{answer}</answer>",
-)
+FORMS = ("{answer}", "{marker}{answer}", "Answer: {answer}", "\\boxed{{answer}}", "#### {answer}", "<answer>{answer}</answer>")  # fmt: skip
 """The formats in which each reference answer is graded; `{marker}` is replaced by `reward.answer_marker`."""
 
 GRADED = 8
@@ -43,9 +36,9 @@ def training_data(subject: Subject) -> Found:
 
 def _shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
     """Formats a prompt and its last tokens, in which errors in a chat template are easy to see."""
-    tokens = prompt.tokens
+    tokens, spelled = prompt.tokens, getattr(tokenizer, "spelled", tokenizer.decode)
     places = range(max(0, len(tokens) - LAST), len(tokens))
-    pieces = " ".join(repr(tokenizer.decode(tokens[at : at + 1])) for at in places)
+    pieces = " ".join(repr(spelled(tokens[at : at + 1])) for at in places)
     return [
         f"prompt {prompt.ordinal}, {len(tokens)} tokens, answer {prompt.answer!r}:",
         f"    {shortened(repr(prompt.text), 240)}",
@@ -64,7 +57,12 @@ def grader(subject: Subject) -> Found:
     """Checks that the grader accepts reference answers and rejects an empty response, or that the environment can be created."""
     config = subject.config
     if source := config.environment.source:
-        environment_of(config.environment)
+        episodes = episodes_of(environment_of(config.environment), config, subject.tokenizer)
+        assert episodes is not None
+        with episodes:
+            problem = episodes.check(subject.prompts(1)[0], limit=config.episode_tokens)
+        if problem:
+            return Found(f"an episode of {source} was lost: {problem}", "warning", "fix environment.source")
         return Found(f"rewards come from the environment {source}; no grader is used")
     asked = [_samples(subject, prompt) for prompt in subject.prompts(GRADED)]
     verdicts: list[list[Verdict]] = []

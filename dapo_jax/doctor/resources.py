@@ -45,10 +45,8 @@ def model(subject: Subject) -> Found:
     # Of a model on the hub, only the description is there. The weights of a run are in its checkpoints.
     apart = config.model.source.startswith("hf:") or source_of(config.model).is_whole_run
     skipped = 0 if folder is None or apart else SafetensorsFolder(folder).skipped
-    chosen = decoder.for_length(
-        config.data.max_prompt_tokens + config.sampling.max_response_tokens
-    ).length_note
-    notes = filter(None, (f"{skipped} {NOT_LOADED}" if skipped else "", chosen))
+    note = decoder.for_length(config.data.max_prompt_tokens + config.sampling.max_response_tokens).length_note
+    notes = filter(None, (f"{skipped} {NOT_LOADED}" if skipped else "", note))
     found = f"{config.model.source}: {decoder.size_note}, {weights}, {vocabulary:,} tokens"
     return Found("; ".join((found, *notes)))
 

@@ -141,9 +141,10 @@ class TinyStep(ExitStack, Observer):
     def _first_turns(self) -> Found:
         """Passes each sampled response to the environment as the first turn of an episode."""
         policy, began = self._run.policy, time.monotonic()
-        episodes = episodes_of(environment_of(self._whole.environment), self._whole, policy)
+        episodes = episodes_of(environment_of(self._whole.environment), self._whole, policy.tokenizer)
         assert episodes is not None
-        decode, example, verdicts = policy.tokenizer.decode, "", list[Verdict]()
+        decode = getattr(policy.tokenizer, "spelled", policy.tokenizer.decode)
+        example, verdicts = "", list[Verdict]()
         with episodes:
             for group in self._collected.groups:
                 responses = [rollout.response for rollout in group.rollouts]

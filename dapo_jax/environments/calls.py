@@ -36,11 +36,11 @@ TOO_LATE = "no answer from the environment within {:g} s"
 
 
 class LostError(Exception):
-    """An episode is lost, so it has no reward of its own. The message contains the reason."""
+    """An episode is lost, so it has no reward of its own. The message contains the reason. If `every` is set, it loses all episodes."""
 
-    def __init__(self, reason: str, lost: Lost = "raised") -> None:
+    def __init__(self, reason: str, lost: Lost = "raised", *, every: bool = False) -> None:
         super().__init__(reason)
-        self.lost: Lost = lost
+        self.lost, self.every = lost, every
 
 
 async def called(call: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
@@ -99,9 +99,7 @@ def checked_episode(made: Any) -> Any:
         LostError: there is no such method.
     """
     if not callable(getattr(made, "step", None)):
-        raise LostError(
-            f"{made!r:.200} ({type(made).__name__}) has no method step(turn), so it cannot answer turns"
-        )
+        raise LostError(f"{made!r:.200} ({type(made).__name__}) has no method step(turn)")
     return made
 
 

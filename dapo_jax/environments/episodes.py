@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Prompt, Standing, Verdict
 from dapo_jax.environments.calls import (
     LostError,
@@ -63,12 +64,14 @@ class _Open:
     """Turns from an earlier process that must be replayed to the episode before its next turn."""
     score: float | None = None
     """The episode's reward from `group_rewards`, if the environment has this method."""
+    every: bool = False
+    """Whether the episode was lost for a reason that loses every episode."""
     begins: str = ""
     """Phrase for an error message, with the number of tokens before the first turn. Empty if this process does not know the number."""
 
     def lose(self, error: LostError) -> None:
         """Ends the episode without a reward."""
-        self.standing.lost, self.standing.reason = error.lost, str(error)
+        self.standing.lost, self.standing.reason, self.every = error.lost, str(error), error.every
 
 
 class Episodes(AbstractContextManager["Episodes"]):
@@ -128,6 +131,20 @@ class Episodes(AbstractContextManager["Episodes"]):
             return before
 
         return self._submit(opened, begin)
+
+    def check(self, prompt: Prompt, *, limit: int) -> str:
+        """Begins an episode of at most `limit` tokens and closes it. Returns the reason if it was lost or has no room for a turn.
+
+        Raises:
+            ConfigError: the chat template would lose every episode, for example because it has no place for tools.
+        """
+        with self.apart():
+            before = self.start(prompt, 0).result()
+            opened = self._open[prompt.ordinal, 0]
+        if opened.every:
+            raise ConfigError(f"environment {self._name}: {opened.standing.reason}")
+        full = before is not None and len(before.tokens) >= limit
+        return _NO_ROOM.format(begins=opened.begins) if full else opened.standing.reason
 
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
         """Reopens an episode that an earlier process started. `turns` are the answered turns, which are replayed before the next turn."""

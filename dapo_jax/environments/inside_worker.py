@@ -48,9 +48,7 @@ class _Serving:
         try:
             found = {"answer": await self._result(call)}
             if (size := len(json.dumps(found))) > MOST_BYTES:
-                raise LostError(
-                    f"the environment's answer has {size:,} bytes in JSON; the limit is {MOST_BYTES:,}"
-                )
+                raise LostError(f"the answer has {size:,} bytes in JSON; the limit is {MOST_BYTES:,}")
         except (Exception, asyncio.CancelledError) as error:
             lost = lost_by(error)
             found = {"lost": lost.lost, "reason": str(lost)}

@@ -15,6 +15,7 @@ from jaxtyping import Int
 
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.protocol import Context
+from dapo_jax.text.chat import ToolsError
 from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding, conversation_ids, template_of
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.special_tokens import FIRST_GUARD, Before
@@ -69,9 +70,7 @@ class Rendering:
 
     def _text(self, text: str, after: Before = None) -> Int[np.ndarray, " new"]:
         if len(text) > MOST_CHARACTERS:
-            raise LostError(
-                f"a text of {len(text):,} characters was appended; the limit is {MOST_CHARACTERS:,}"
-            )
+            raise LostError(f"a text has {len(text):,} characters; the limit is {MOST_CHARACTERS:,}")
         try:
             return self.tokenizer.encode_plain(text, after)
         except ValueError as error:
@@ -91,13 +90,12 @@ class Rendering:
             try:
                 found = conversation_ids(contents, self.tokenizer, today=self.today, variables=variables)
             except (ValueError, TypeError) as error:
-                raise LostError(f"a context cannot be rendered: {error}") from error
+                every = self.tokenizer.chat_template is None or isinstance(error, ToolsError)
+                raise LostError(f"a context cannot be rendered: {error}", every=every) from error
         else:
             found = self.ids(contents, after=None)
         if not len(found):
-            raise LostError(
-                "the new context is empty; it replaces everything before it, so it needs at least one token"
-            )
+            raise LostError("the new context is empty; it needs at least one token")
         return found
 
     def _messages(self, messages: Sequence[Any], after: Before) -> Int[np.ndarray, " new"]:

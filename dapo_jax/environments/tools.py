@@ -115,9 +115,7 @@ class ToolEpisode:
             ValueError: `grade` is missing or did not return a verdict.
         """
         if self._grade is None:
-            raise ValueError(
-                "a tool episode needs the argument `grade`, or a subclass that overrides `finish`"
-            )
+            raise ValueError("a tool episode needs `grade`, or a subclass that overrides `finish`")
         given, error = await outcome(self._grade, turn.text, self.row)
         if error is not None:
             raise error

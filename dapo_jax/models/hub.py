@@ -66,9 +66,7 @@ def _client() -> Any:
     try:
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
-        raise ValueError(
-            f"models from the hub need huggingface_hub, which is not installed: {how_to_install('hub')}"
-        ) from error
+        raise ValueError(f"models from the hub need huggingface_hub: {how_to_install('hub')}") from error
 
 
 @contextmanager

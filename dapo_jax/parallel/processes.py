@@ -42,9 +42,7 @@ def wanted(environment: Mapping[str, str] = os.environ) -> bool:
     """
     value = environment.get("DAPO_JAX_DISTRIBUTED", "")
     if value not in ("", "0", "1"):
-        raise ConfigError(
-            f"DAPO_JAX_DISTRIBUTED={value!r} must be 1 (one of several processes), 0 or not set"
-        )
+        raise ConfigError(f"DAPO_JAX_DISTRIBUTED={value!r} must be 1 (several processes), 0 or not set")
     return value == "1" or (value == "" and bool(environment.get("JAX_COORDINATOR_ADDRESS")))
 
 

@@ -20,7 +20,7 @@ from dapo_jax.report.page import packed_of, page_of
 from dapo_jax.report.panels import OTHER, Panel, panels_of
 from dapo_jax.report.rollouts import lay_out
 from dapo_jax.report.runs import RunFiles, read_runs
-from dapo_jax.report.tables import AXES, Column, Table, comparable, configurations, number_of, table_of
+from dapo_jax.report.tables import AXES, Column, Table, about, comparable, configurations, number_of, table_of
 from dapo_jax.report.timeline import PHASES, timeline_of, trace_of
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
@@ -110,17 +110,16 @@ def check_count(runs: int) -> None:
         raise ConfigError(f"found {runs} runs; a report shows at most {MAX_RUNS}, each in its own colour")
 
 
-def page_data(
-    found: Sequence[tuple[RunFiles, Laid, Laid]],
-) -> tuple[dict[str, Any], Sequence[Table], Sequence[Panel]]:
-    """Returns the page's initial data, its tables and its panels. `found` contains one (run, rollouts, evaluations) tuple per run."""
-    tables = comparable([table_of(run) for run, _, _ in found])
+def page_data(laid: Sequence[tuple[RunFiles, Laid, Laid]]) -> tuple[dict[str, Any], list[Table], list[Panel]]:
+    """Returns the page's initial data, its tables and its panels. `laid` contains one (run, rollouts, evaluations) tuple per run."""
+    tables = comparable([table_of(run) for run, _, _ in laid])
     panels, zero = panels_of(tables)
     described = [
         {
             "name": run.name,
             "place": str(run.place),
             "status": asdict(run.status),
+            "about": about(run),
             "steps": None if run.config is None else run.config.steps,
             "by_score": run.by_score,
             "axes": table.axes,
@@ -129,7 +128,7 @@ def page_data(
             "rollouts": rollouts.about,
             "evaluations": evaluations.about,
         }
-        for (run, rollouts, evaluations), table in zip(found, tables, strict=True)
+        for (run, rollouts, evaluations), table in zip(laid, tables, strict=True)
     ]
     data = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -139,7 +138,7 @@ def page_data(
         "phases": list(PHASES.values()),
         "zero": zero,  # titles of panels that are omitted because all their values are 0
         "runs": described,
-        "configuration": configurations([run for run, _, _ in found]),
+        "configuration": configurations([run for run, _, _ in laid]),
     }
     return data, tables, panels
 

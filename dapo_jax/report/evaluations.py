@@ -77,10 +77,7 @@ class Evaluations:
             dataset.texts.append((self._chunk(new), len(new)))
         placed = dict(zip(places, problems, strict=True))
         chunk = self._chunk({place: self._record(problem) for place, problem in placed.items()})
-        numbers = {
-            place: (problem["correct"], problem["samples"], problem.get("reward"))
-            for place, problem in placed.items()
-        }
+        numbers = {at: (one["correct"], one["samples"], one.get("reward")) for at, one in placed.items()}
         dataset.evaluations.append((problems[0]["step"], chunk, numbers))
 
     def laid(self, *, logged: int) -> Laid:

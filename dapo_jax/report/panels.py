@@ -10,9 +10,7 @@ from dapo_jax.report.tables import EQUAL, REST, Table
 OTHER = "Other metrics"
 """The section for metrics that no panel in `PANELS` shows."""
 
-_PARTS = re.compile(
-    r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval|grade|wait|logprobs|checkpoint|between)_s"
-)
+_PARTS = re.compile(r"eval/.+(_stderr|/problems)|time/(step|eval|grade|wait|logprobs|checkpoint|between)_s")
 """Metrics without a panel in `OTHER`, because another panel includes them or because they never change."""
 
 
@@ -40,6 +38,8 @@ class Panel:
     stacked: bool = False
     log: bool = False
     """Use a logarithmic vertical axis."""
+    help: str = "A metric that has no panel of its own."
+    """A sentence for readers who do not know the metric."""
     note: str = ""
     """A note that is shown with the panel."""
     hidden: tuple[str, ...] = ()
@@ -57,29 +57,27 @@ def _panel(section: str, title: str, unit: str, labels: Mapping[str, str], **opt
 
 
 _ACCURACY_KINDS = {rf"eval/(.+)/({kind}@(?:\d+|k))": r"\2 \1" for kind in ("avg", "pass", "cons")}
-_HELD_OUT = _panel(
-    "Learning", "Held-out accuracy", "share", _ACCURACY_KINDS, note="shaded: one standard error over problems"
-)
+_HELD_OUT = _panel("Learning", "Held-out accuracy", "share", _ACCURACY_KINDS, note="shaded: one standard error over problems", help="Accuracy on problems that are never trained on: this curve shows whether the policy improves.")  # fmt: skip
 _ACCURACIES = (
     _HELD_OUT,
     _panel("Learning", "Training accuracy", "share", {
         "rollout/accuracy": "sampled, before the filter", "rollout/trained_accuracy": "trained on, after the filter",
-    }),
+    }, help="Share of correct responses to the sampled prompts; below 0.1 or above 0.9, few groups are informative."),
 )  # fmt: skip
 _REWARDS = (
-    _panel("Learning", "Reward", "", {"reward/mean": "mean", "reward/std": "standard deviation"}),
-    _panel("Learning", "Overlong penalty", "", {"reward/overlong_penalty": "mean"}),
-    _panel("Learning", "Reward parts", "", {r"reward/parts/(.+)": r"\1"}),
-)
-_HELD_OUT_REWARD = _panel("Learning", "Held-out reward", "", {r"eval/(.+)/reward": r"\1"})
+    _panel("Learning", "Reward", "", {"reward/mean": "mean", "reward/std": "standard deviation"}, help="Mean and spread of the rewards that responses receive, with the overlong penalty."),
+    _panel("Learning", "Overlong penalty", "", {"reward/overlong_penalty": "mean"}, help="Mean penalty for responses near the length limit; it should return to 0."),
+    _panel("Learning", "Reward parts", "", {r"reward/parts/(.+)": r"\1"}, help="Mean of each grader's score or of each metric that an environment reports."),
+)  # fmt: skip
+_HELD_OUT_REWARD = _panel("Learning", "Held-out reward", "", {r"eval/(.+)/reward": r"\1"}, help="Mean reward on problems that are never trained on.")  # fmt: skip
 _DIFFER = "rollout/scores_differ_frac"
 _BY_VERDICT = _panel("Dynamic sampling", "Groups sampled", "share", {
     "rollout/mixed_frac": "mixed", "rollout/all_correct_frac": "all correct", "rollout/all_wrong_frac": "all wrong",
-}, stacked=True)  # fmt: skip
+}, stacked=True, help="Only mixed groups, in which some responses are better than others, teach the policy something.")  # fmt: skip
 _BY_SCORE = _panel("Dynamic sampling", "Groups sampled", "share", {
     _DIFFER: "scores differ", EQUAL: "all scores equal",
-}, stacked=True)  # fmt: skip
-_SCORES_DIFFER = _panel("Dynamic sampling", "Groups whose scores differ", "share", {_DIFFER: "of all sampled groups"})  # fmt: skip
+}, stacked=True, help="Only groups whose scores differ teach the policy something.")  # fmt: skip
+_SCORES_DIFFER = _panel("Dynamic sampling", "Groups whose scores differ", "share", {_DIFFER: "of all sampled groups"}, help="Only these groups teach the policy something.")  # fmt: skip
 _QUIET, _EXACT = {"quiet": True}, {"exact": True}
 
 PANELS = (
@@ -89,72 +87,72 @@ PANELS = (
     _panel("Responses", "Response length", "tokens", {
         "rollout/response_tokens": "mean", "rollout/trained_response_tokens": "mean, trained on",
         "rollout/response_tokens_p95": "95th percentile", "rollout/response_tokens_max": "longest",
-    }),
-    _panel("Responses", "Held-out response length", "tokens", {r"eval/(.+)/response_tokens": r"\1"}),
+    }, help="Number of sampled tokens per response; a sudden change often means that the policy exploits the reward."),
+    _panel("Responses", "Held-out response length", "tokens", {r"eval/(.+)/response_tokens": r"\1"}, help="Number of sampled tokens per response in evaluations."),
     _panel("Responses", "Truncated responses", "share", {
         "rollout/truncated_frac": "cut off at the limit", r"eval/(.+)/truncated_frac": r"held out: \1",
-    }),
+    }, help="Share of responses that reach the length limit; a high share wastes tokens and hides answers."),
     _panel("Responses", "Responses without a verdict", "responses", {
         "reward/lost": "no verdict", "reward/nonfinite": "score not finite",
-    }, **_QUIET),
+    }, **_QUIET, help="Responses whose grader or environment failed; they count as wrong."),
     _BY_VERDICT,
     _panel("Dynamic sampling", "Prompts and groups", "per step", {
         "rollout/prompts": "prompts sampled", "rollout/trained_groups": "groups trained on", "rollout/surplus_groups": "surplus groups",
         "rollout/carried_groups": "carried over",
-    }),
+    }, help="How many prompts a step samples until it has enough groups to train on."),
     _panel("Dynamic sampling", "Age of trained groups", "steps", {
         "rollout/age_mean": "oldest token, mean", "rollout/age_p95": "oldest token, 95th percentile",
         "rollout/age_max": "oldest token, largest", "rollout/newest_age_mean": "newest token, mean",
         "rollout/newest_age_p95": "newest token, 95th percentile", "rollout/newest_age_max": "newest token, largest",
     }, hidden=("rollout/newest_age_p95", "rollout/newest_age_max"), **_QUIET,
-        note="staleness: number of steps between sampling a group's oldest or newest token and training on the group"),
+        note="staleness: number of steps between sampling a group's oldest or newest token and training on the group", help="How old the weights were that sampled the groups of a step."),
     _panel("Dynamic sampling", "Tokens of earlier weights", "share", {
         "rollout/earlier_tokens_frac": "sampled by earlier weights", "importance/ess_frac": "effective sample size",
         "importance/cut_frac": "weight capped, or token left out",
-    }, note="over the tokens trained on; the last two describe their importance weights", **_QUIET),
+    }, note="over the tokens trained on; the last two describe their importance weights", **_QUIET, help="How much of the training data earlier weights sampled, and how much of it the correction keeps."),
     _panel("Dynamic sampling", "Importance weights", "", {
         "importance/weight": "mean", "importance/weight_max": "largest",
-    }, note="over the tokens trained on"),
-    _panel("Dynamic sampling", "Waves", "waves per step", {"rollout/waves": "waves"}, **_QUIET, **_EXACT),
-    _panel("Dynamic sampling", "Rounds", "rounds per step", {"rollout/rounds": "rounds"}, **_QUIET, **_EXACT),
+    }, note="over the tokens trained on", help="Weights that correct for tokens of earlier weights; a mean far from 1 means stale data."),
+    _panel("Dynamic sampling", "Waves", "waves per step", {"rollout/waves": "waves"}, **_QUIET, **_EXACT, help="A step samples another wave of prompts until it has enough informative groups."),
+    _panel("Dynamic sampling", "Rounds", "rounds per step", {"rollout/rounds": "rounds"}, **_QUIET, **_EXACT, help="A step with rollouts in flight decodes so many rounds before it has enough groups."),
     _SCORES_DIFFER,
-    _panel("Policy", "Entropy", "nats per token", {"policy/entropy": "policy"}),
+    _panel("Policy", "Entropy", "nats per token", {"policy/entropy": "policy"}, help="Uncertainty about the next token; a fall to 0 ends exploration."),
     _panel("Policy", "Probability of sampled tokens", "", {
         "policy/sampled_prob": "all tokens", "policy/clipped_high_prob": "clipped from above",
-    }),
+    }, help="Mean probability of the tokens when they were sampled; clipped tokens should be less likely ones."),
     _panel("Policy", "Clipped tokens", "share", {
         "policy/clip_high_frac": "from above, A > 0", "policy/clip_low_frac": "from below, A < 0",
         "policy/dual_clip_frac": "by the dual clip",
-    }),
+    }, help="Share of tokens without a gradient, because the policy already moved far on them."),
     _panel("Policy", "Change within a step", "nats", {
         "policy/kl_old_k3": "KL(old || new), k3", "policy/kl_old_k1": "KL(old || new), k1",
-    }),
+    }, help="How far the updates of a step move the policy."),
     _panel("Policy", "Distance from the reference", "nats", {
         "policy/kl_ref_k3": "KL, k3", "policy/kl_ref_k1": "KL, k1",
-    }),
-    _panel("Policy", "Ratio new / old", "", {"policy/ratio_max": "largest", "policy/ratio": "mean"}),
-    _panel("Updates", "Loss", "", {"update/loss": "loss"}),
-    _panel("Updates", "Gradient norm", "before clipping", {"update/grad_norm": "gradient norm"}),
-    _panel("Updates", "Learning rate", "", {"update/learning_rate": "learning rate"}, **_EXACT),
+    }, help="How far the policy is from the reference policy, usually the initial weights."),
+    _panel("Policy", "Ratio new / old", "", {"policy/ratio_max": "largest", "policy/ratio": "mean"}, help="Probability of a token after the updates divided by its probability before; the mean should stay near 1."),
+    _panel("Updates", "Loss", "", {"update/loss": "loss"}, help="The objective that the optimizer minimizes; it need not fall while the policy improves."),
+    _panel("Updates", "Gradient norm", "before clipping", {"update/grad_norm": "gradient norm"}, help="Length of the gradient before clipping; spikes point to a few extreme tokens."),
+    _panel("Updates", "Learning rate", "", {"update/learning_rate": "learning rate"}, **_EXACT, help="The optimizer's step size with its warm-up."),
     _panel("Updates", "Skipped updates", "share", {
         "update/skipped_frac": "not finite, so skipped",
-    }, **_QUIET, **_EXACT),
-    _panel("Updates", "Not finite", "updates", {r"nonfinite/(.+)": r"\1"}, **_QUIET, **_EXACT),
-    _panel("Updates", "Watchdogs", "1 = raised", {r"watchdog/(.+)": r"\1"}, **_QUIET, **_EXACT),
+    }, **_QUIET, **_EXACT, help="Share of updates that were left out because a value was not finite."),
+    _panel("Updates", "Not finite", "updates", {r"nonfinite/(.+)": r"\1"}, **_QUIET, **_EXACT, help="Number of updates in which each quantity was not finite."),
+    _panel("Updates", "Watchdogs", "1 = raised", {r"watchdog/(.+)": r"\1"}, **_QUIET, **_EXACT, help="Warnings about the run's health, each with its threshold in the configuration."),
     _panel("Updates", "Sampler against trainer", "nats", {
         "sync/sampler_trainer_kl": "KL(sampler || trainer)", "sync/logprob_diff_mean": "mean |difference|",
         "sync/logprob_diff_max": "largest |difference|",
-    }, log=True, note="differences of log-probabilities; groups carried over were sampled with older weights"),
+    }, log=True, note="differences of log-probabilities; groups carried over were sampled with older weights", help="Sampler and trainer should give the same tokens the same probability, except for rounding."),
     _panel("Time and memory", "Time per step", "s", {
         "time/sample_s": "sampling", "time/update_s": "updates", REST: "evaluation and rest",
-    }, stacked=True),
+    }, stacked=True, help="Where the seconds of a step go."),
     _panel("Time and memory", "Throughput", "tokens/s", {
         "speed/sampled_tokens_per_s": "sampled, while sampling", "speed/trained_tokens_per_s": "trained on, while updating",
-    }),
+    }, help="Tokens per second of sampling and of training."),
     _panel("Time and memory", "Memory", "GiB", {
         "memory/host_gib": "host, the process", "memory/device_gib": "fullest device, after the step",
         "memory/device_peak_gib": "fullest device, peak so far",
-    }),
+    }, help="Memory of the host process and of the fullest device."),
 )  # fmt: skip
 """All panels in the order of the page. Keys are regular expressions that match a full metric name."""
 
@@ -191,11 +189,9 @@ def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
             zero.append(panel.title)
     known = {series.key for series in _matching(_KNOWN, names)}
     left = [name for name in names if name not in known and not _PARTS.fullmatch(name)]
-    for name in sorted(left):
-        if name in active:
-            found.append(_panel(OTHER, name, "", {name: "value"}))
-        else:
-            zero.append(name)
+    found += [_panel(OTHER, name, "", {name: "value"}) for name in sorted(left) if name in active]
+    if count := sum(name not in active for name in left):
+        zero.append(f"{count} other metric{'s' * (count > 1)}")
     return found, zero
 
 
@@ -213,15 +209,11 @@ def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table])
         only = f" {_dataset(series[0])}"
         series = tuple(replace(each, label=each.label.removesuffix(only)) for each in series)
     shown, fell_back = set[str](), set[str]()
-    logged = [
-        {
-            each.key
-            for each in series
-            if each.key in table.columns and table.columns[each.key][line] is not None
-        }
-        for table in tables
-        for line in range(len(table.axes["step"]))
-    ]
+    logged = list[set[str]]()
+    for table in tables:
+        known = {each.key: table.columns[each.key] for each in series if each.key in table.columns}
+        lines = zip(*known.values(), strict=True)
+        logged += [{key for key, one in zip(known, line, strict=True) if one is not None} for line in lines]
     for kind in dict.fromkeys(each.key.partition("@")[0] for each in series):
         counted = {each.key for each in series if each.key.partition("@")[0] == kind}
         common = set.intersection(*(keys & counted for keys in logged if keys & counted))

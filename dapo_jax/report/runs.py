@@ -5,7 +5,7 @@ A run may still be active, so only complete lines of metrics.jsonl are read. All
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from os import PathLike
 from typing import Any
@@ -144,7 +144,7 @@ def _status_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mappin
         return RunStatus(state="finished" if done and (place / "model").is_dir() else "unknown", at=at)
     if status.state != "running":
         return status
-    return RunStatus(state={True: "running", False: "silent", None: "unknown"}[is_held(place)], at=at)
+    return replace(status, state={True: "running", False: "silent", None: "unknown"}[is_held(place)], at=at)
 
 
 def _last_written(place: AnyPath) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from dapo_jax.config import TrainConfig
+from dapo_jax.config import ALGORITHMS, TrainConfig
 from dapo_jax.config.loading import leaf_values
 from dapo_jax.report.runs import RunFiles
 
@@ -61,7 +61,7 @@ def table_of(run: RunFiles) -> Table:
     )
 
 
-def comparable(tables: Sequence[Table]) -> Sequence[Table]:
+def comparable(tables: Sequence[Table]) -> list[Table]:
     """Renames avg@4, avg@8, ... to avg@k if evaluations of a dataset differ in k, because the expected value is the same for every k."""
     of_dataset: dict[str, set[str]] = {}
     for match in (match for table in tables for name in table.columns if (match := _AVERAGE.fullmatch(name))):
@@ -105,6 +105,14 @@ def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def about(run: RunFiles) -> dict[str, str]:
+    """Returns the algorithm and the seed of a run, and the command line, the machine and the versions of its last process."""
+    known = {} if run.config is None else leaf_values(run.config)
+    fits = (name for name, row in ALGORITHMS.items() if all(known[key] == row[key] for key in row))
+    own = {"algorithm": next(fits, "its own keys"), "seed": str(known["seed"])} if known else {}
+    return {**own, **run.status.process}
 
 
 def _shown(value: Any) -> str:

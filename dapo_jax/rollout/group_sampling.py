@@ -255,9 +255,7 @@ class GroupSampling:
             return []
         pending = self._pending
         with self._exchange.phases.phase("grade"):
-            groups = self._exchange.attempt(
-                lambda: [pending.pop(one).result() for one in due if one in pending]
-            )
+            groups = self._exchange.attempt(lambda: [pending.pop(at).result() for at in due if at in pending])
         return self._exchange.verdicts(groups or [], collector.prompt_of, collector.responses_to)
 
     def _prompt_at(self, ordinal: int) -> Prompt:

@@ -134,7 +134,9 @@ class Run:
         self.notes += filter(None, (how.note, slower, decoder.length_note))
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
-        episodes = episodes_of(environment, config, self.policy)
+        episodes = episodes_of(environment, config, self.policy.tokenizer)
+        if episodes is not None:
+            self.notes += filter(None, [episodes.check(self._prompts[0], limit=config.episode_tokens)])
         # Memory in use on each device during sampling: train state, reference policy, teacher, and a LoRA base that is not shared.
         offload, sizes = config.optimizer.offload, self._mesh.shape
         state = state_structs(self.policy.params, self._optimizer, self._mesh, offload=offload)

@@ -22,6 +22,7 @@ from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.run.judge import Judge
 from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings
+from dapo_jax.text.tokenizers import Tokenizer
 
 IN_THIS_PROCESS = TEXT_RULES | ROW_GRADERS.keys()
 """Graders that run in this process, because they cannot hang, or because their rows cannot be sent to a worker as JSON."""
@@ -216,12 +217,12 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
 
 
 def episodes_of(
-    environment: Environment | None, config: TrainConfig | EvaluateConfig, policy: Policy
+    environment: Environment | None, config: TrainConfig | EvaluateConfig, tokenizer: Tokenizer
 ) -> Episodes | None:
     """Returns the episodes of a run or an evaluation, or None if there is no environment. The caller must close the episodes."""
     if environment is None:
         return None
-    limits, data, tokenizer = config.environment, config.data, policy.tokenizer
+    limits, data = config.environment, config.data
     in_workers = isinstance(environment, WorkerEnvironment)
     text = StopStrings(tokenizer, config.sampling.stop) if config.sampling.stop else tokenizer
     return Episodes(

@@ -124,9 +124,7 @@ def run_steps(
             observer.after_sampling(step, collected)
 
         minibatches: Sequence[Minibatch] = updater.prepare(state, batches.minibatches(collected.groups, step))
-        jax.block_until_ready(
-            minibatches
-        )  # otherwise the updates would include the time of log-probabilities
+        jax.block_until_ready(minibatches)  # otherwise, updates would include the time of log-probabilities
         prepared = clock()
         for observer in observers:
             minibatches = observer.before_updates(minibatches)

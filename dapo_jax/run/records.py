@@ -15,7 +15,7 @@ from dapo_jax.run.training_pass import ResponseAdvantages
 from dapo_jax.storage import AnyPath, in_bucket, write_whole
 from dapo_jax.trackers import MultiTracker, TensorBoardTracker, Tracker, WandbTracker
 from dapo_jax.trackers.json_lines import JsonlTracker, read_metrics
-from dapo_jax.trackers.rollout_log import LOGGED_GROUPS, format_rollouts, write_rollouts
+from dapo_jax.trackers.rollout_log import LOGGED_GROUPS, Decode, format_rollouts, write_rollouts
 
 
 def use_compilation_cache(folder: str) -> None:
@@ -41,13 +41,15 @@ def use_compilation_cache(folder: str) -> None:
 class Records:
     """The trackers and the rollout log of a run, as a context manager."""
 
-    def __init__(self, config: TrainConfig, run_dir: AnyPath, *, resume_step: int | None) -> None:
-        """Opens the trackers. If `resume_step` is given, metrics of later steps are removed from metrics.jsonl.
+    def __init__(
+        self, config: TrainConfig, run_dir: AnyPath, *, resume_step: int | None, decode: Decode | None = None
+    ) -> None:
+        """Opens the trackers. If `resume_step` is given, metrics of later steps are removed from metrics.jsonl. See `format_rollouts` for `decode`.
 
         Raises:
             ConfigError: metrics.jsonl is damaged, or belongs to another run.
         """
-        self._config = config
+        self._config, self._decode = config, decode
         self._run_dir = run_dir
         self._path = run_dir / "metrics.jsonl"
         try:
@@ -92,7 +94,7 @@ class Records:
             advantages=np.array([advantages.get(key, np.nan) for key in keys]),
             ratios=ratios,
         )
-        text = format_rollouts(groups, metric=self._config.dynamic_sampling.metric)
+        text = format_rollouts(groups, metric=self._config.dynamic_sampling.metric, decode=self._decode)
         write_whole(written.with_suffix(".txt"), text.encode("utf-8", errors="replace"))
 
     def read(self) -> list[dict[str, Any]]:

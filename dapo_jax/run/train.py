@@ -150,7 +150,8 @@ def train(
             step = start.position.step
             # The last step whose metrics are final. At step 0, there is no such step, because the evaluation before training is repeated.
             written = step - (start.unfinished is not None) if step else -1
-            records = stack.enter_context(Records(config, run_dir, resume_step=written if resume else None))
+            how = {"resume_step": written if resume else None, "decode": run.policy.tokenizer.decode}
+            records = stack.enter_context(Records(config, run_dir, **how))
         profile = stack.enter_context(Profile(config.log.profile_steps, run_dir / "profile"))
         stack.enter_context(watch)
         stack.push(tell_others)

@@ -42,9 +42,7 @@ def without_kernel(mesh: Mesh, head_dim: int, dtype: str, beyond_gpu: str = "") 
     device = mesh.devices.flat[0]
     if device.platform != "gpu":
         return ""
-    reason = (
-        f"the kernel for a paged KV cache does not support the model's {beyond_gpu}" if beyond_gpu else ""
-    )
+    reason = f"the kernel of the paged cache does not support the model's {beyond_gpu}" if beyond_gpu else ""
     if not (reason := reason or gpu_cache.without_kernel(head_dim, dtype)):
         return ""
     return f"decoding on {device.device_kind} uses XLA operations for attention, which are slower than a kernel: {reason}"

@@ -93,14 +93,10 @@ class ChatTemplate:
         """Renders canonical messages like `render`, and checks that the text contains all of them except the first `given` messages.
 
         With `tools`, the template `with_tools` is used. For the check, a second rendering has a mark in each text, or in each call, because some
-        templates write only the calls of a message. Raises ValueError if a message is missing or the template does not use the tools.
+        templates write only the calls of a message. Raises ValueError if a message is missing, and ToolsError if the text does not depend on the tools.
         """
-        has_tools = bool((variables or {}).get("tools"))
-        used = self.with_tools if has_tools else self
-        if has_tools and not re.search(r"\btools\b", used.source):
-            raise ValueError(
-                f"chat template {used.name} does not use the variable `tools`: describe the tools in the system message, and pass no tools"
-            )
+        variables = variables or {}
+        used = self.with_tools if variables.get("tools") else self
         marked, needed = deepcopy([dict(message) for message in messages]), list[int]()
         for place, message in enumerate(marked):
             calls, is_system = message.get("tool_calls", []), message["role"] in ("system", "developer")
@@ -109,6 +105,13 @@ class ChatTemplate:
                 call["function"]["arguments"][f"zq{place}qz"] = ""
             message["content"] += "" if calls else f"zq{place}qz"
         text = used.render(messages, variables, today=today)
+        if variables.get("tools") and text == used.render(
+            messages, {**variables, "tools": None}, today=today
+        ):
+            raise ToolsError(
+                f"chat template {used.name} does not use the variable `tools`: use a model whose template does, such as Qwen2.5's, or describe the "
+                "tools in the system message, and pass no tools"
+            )
         try:
             found = used.render(marked, variables, today=today).casefold()
         except ValueError:  # the template refuses the marks, so the check is impossible
@@ -131,6 +134,10 @@ class ChatTemplate:
         sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         del sandbox.filters["random"]  # the same messages must always render to the same prompt
         return sandbox.from_string(self.source, globals={"raise_exception": _refuse})
+
+
+class ToolsError(ValueError):
+    """The chat template does not write the tools, whatever the messages are."""
 
 
 class _RefusedError(TemplateError):

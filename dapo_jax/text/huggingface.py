@@ -215,8 +215,12 @@ class HuggingFaceTokenizer:
     def marked_text(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` with the special tokens, except those at the end."""
         ends = (at for at in range(len(ids), 0, -1) if int(ids[at - 1]) not in self.special_tokens.values())
+        return self.spelled(ids[: next(ends, 0)])
+
+    def spelled(self, ids: Int[np.ndarray, " tokens"]) -> str:
+        """Returns the text of `ids`, in which special tokens have their names, such as `<|im_end|>`."""
         with self._library("cannot decode these ids with"):
-            return self._tokenizer.decode(ids[: next(ends, 0)].tolist(), skip_special_tokens=False)
+            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes | None:
         """See `dapo_jax.text.tokenizers.token_bytes`."""

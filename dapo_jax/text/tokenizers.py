@@ -133,9 +133,7 @@ class CharTokenizer(_Plain):
         repeated = sorted({char for char in self.alphabet if self.alphabet.count(char) > 1})
         if repeated or not self.alphabet:
             problem = f"repeats {repeated}" if repeated else "is empty"
-            raise ValueError(
-                f"alphabet {self.alphabet!r} {problem}; give every character of prompts and responses once"
-            )
+            raise ValueError(f"alphabet {self.alphabet!r} {problem}; give each character once")
 
     @property
     def vocab_size(self) -> int:

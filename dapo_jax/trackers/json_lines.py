@@ -86,7 +86,7 @@ class JsonlTracker:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is None and (found := [file for file in _files_of(self.path) if size_of(file)]):
             raise FileExistsError(
-                f"{found[0]} already contains metrics: resume that run, or choose another run_dir"
+                f"{found[0]} already contains metrics: resume it, or choose another run_dir"
             )
         self._last_step = None if resume_step is None else _cut_after(self.path, resume_step)
         self._name, self._lines = "", list[bytes]()

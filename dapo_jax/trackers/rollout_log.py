@@ -10,15 +10,15 @@ config.yaml         the run's configuration
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors.numpy import load, save
 
 from dapo_jax.dapo.rollouts import Group, Rollout
@@ -26,6 +26,8 @@ from dapo_jax.rewards.grading import NOT_GRADED
 from dapo_jax.storage import AnyPath, file_bytes, path_of, write_whole
 from dapo_jax.terminal import visible
 from dapo_jax.trackers.json_lines import SCHEMA_VERSION, read_lines, write_lines
+
+Decode: TypeAlias = Callable[[Int[np.ndarray, " tokens"]], str]
 
 LOGGED_GROUPS = 4
 """Number of groups per step whose rollouts are written."""
@@ -162,9 +164,11 @@ def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
     )
 
 
-def format_rollouts(groups: Sequence[Group], *, metric: str = "correct") -> str:
+def format_rollouts(groups: Sequence[Group], *, metric: str = "correct", decode: Decode | None = None) -> str:
     """Formats rollouts as text: each group's question and answer, followed by its responses with their verdicts, or with
     their scores if `metric` is `score`. Control characters are escaped.
+
+    If `decode` is given, each turn of an episode begins a new line, and the environment's lines begin with `> `.
     """
     parts: list[str] = []
     for group in groups:
@@ -177,9 +181,19 @@ def format_rollouts(groups: Sequence[Group], *, metric: str = "correct") -> str:
         parts.append(f"  answer: {group.prompt.answer}")
         for index, rollout in enumerate(group.rollouts):
             parts.append(f"  [{index}] {_summary(rollout, metric)}")
-            parts.append(_indented(rollout.text, "      "))
+            text = [_indented(rollout.text, "      ")]
+            parts += _turns(rollout, decode) if decode and rollout.response.turns else text
         parts.append("")
     return visible("\n".join(parts).rstrip("\n") + "\n")
+
+
+def _turns(rollout: Rollout, decode: Decode) -> Iterator[str]:
+    """Yields the text of each turn of an episode, and the environment's text between the turns."""
+    done, tokens = 0, rollout.response.tokens
+    for first, stop in rollout.response.turns:
+        yield from [_indented(decode(tokens[done:first]), "      > ")] * (first > done)
+        yield _indented(decode(tokens[first:stop]), "      ")
+        done = stop
 
 
 def _row(

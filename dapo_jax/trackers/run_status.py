@@ -5,8 +5,12 @@ If a run is killed, the state in its file remains `running`, so only `locks.is_h
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 from dapo_jax.config.keys import without_secrets
@@ -30,6 +34,8 @@ class RunStatus:
     """The time at which the status was written (ISO 8601, UTC). If the run has ended, this is the time of its end."""
     reason: str = ""
     """The signal or the error that ended the run; empty otherwise."""
+    process: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The command line, the machine, the devices and the versions of the process that wrote the status."""
 
 
 @contextlib.contextmanager
@@ -53,10 +59,19 @@ def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -
 
 def write_status(run_dir: AnyPath, state: str, reason: str = "") -> None:
     """Replaces the status file."""
+    import jax  # not at the top, because a report needs no devices
+
+    program = os.path.basename(sys.argv[0]).replace("__main__.py", "dapo-jax")
     status = RunStatus(
         state=state,
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         reason=" ".join(without_secrets(reason).split())[:_LONGEST_REASON],
+        process={
+            "command line": without_secrets(shlex.join([program, *sys.argv[1:]])),
+            "machine": f"{platform.node()}, {platform.platform()}",
+            "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            "versions": f"dapo_jax {sys.modules['dapo_jax'].__version__}, jax {jax.__version__}, Python {platform.python_version()}",
+        },
     )
     write_whole(run_dir / FILE, json.dumps(asdict(status)).encode("utf-8", errors="replace") + b"\n")
 

@@ -101,9 +101,7 @@ def pack(
         made.append(blank_microbatch((rows_per_microbatch, length), *also, routes=routes))
         made[-1].tokens[:] = pad_id
         for index, row in enumerate(rows):
-            _write_row(
-                jax.tree.map(lambda array, index=index: array[index], made[-1]), row, examples, weights
-            )
+            _write_row(jax.tree.map(lambda array, at=index: array[at], made[-1]), row, examples, weights)
     return made
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig, TrainConfig, load_config, to_yaml
+from dapo_jax.config.data_schema import SourceConfig
 
 MIXED = [{"source": "gsm8k", "path": "gsm8k"}, {"source": "jsonl", "path": "own.jsonl", "weight": 3}]
 
@@ -20,6 +21,12 @@ def test_a_mixture_and_datasets_survive_yaml(tmp_path):
     )
     (tmp_path / "c.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "c.yaml") == config
+
+
+@pytest.mark.parametrize("source", ["own.jsonl", "~/sets/own.jsonl", "./own", "/sets/own.parquet"])
+def test_a_file_as_the_source_is_named_without_folder_and_suffix(source):
+    assert SourceConfig(source=source).title == SourceConfig(source="jsonl", path=source).title == "own"
+    assert SourceConfig(source="reasoning_gym:chain_sum").title == "reasoning_gym:chain_sum"
 
 
 GSM8K = {"source": "gsm8k"}

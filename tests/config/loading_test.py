@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -77,6 +78,24 @@ def test_yaml_is_read_back_with_the_same_types(tmp_path):
     assert list(map(type, again.values())) == list(map(type, found.values()))
 
 
+@pytest.mark.parametrize(
+    "text", ["=", "==", "<<", "12:30", "1:30:00", "010", "09", "0b1", "2024-07-26", "5 =", "y"]
+)
+def test_text_that_yaml_gives_another_meaning_is_text(text, tmp_path):
+    """In YAML 1.1, `=` is a default value, `<<` merges a mapping, 12:30 is 750 and 010 is 8."""
+    path = write(
+        tmp_path, f"run_dir: out\nreward: {{answer_marker: {text}}}\nsampling:\n  stop:\n  - {text}\n"
+    )
+    config = load_config(path, [f"sampling.stop=[{text}]"])
+    assert (config.reward.answer_marker, config.sampling.stop) == (text, [text])
+    assert load_config(write(tmp_path, to_yaml(config))) == config
+    assert yaml.safe_load(to_yaml(config))["reward"]["answer_marker"] == text or text == "2024-07-26"
+
+
+def test_a_merge_is_still_a_merge():
+    assert read_yaml("a: &x {b: 1}\nc: {<<: *x, d: =}") == {"a": {"b": 1}, "c": {"b": 1, "d": "="}}
+
+
 def test_text_overrides_are_taken_literally(tmp_path):
     path = write(tmp_path, "run_dir: out\n")
     overrides = [
@@ -130,6 +149,13 @@ steps: 3.5 -> steps; 3.5; write 3 or 4
 loss: {dual_clip: .nan} -> loss.dual_clip; nan; finite number or null
 loss: {dual_clip: None} -> loss.dual_clip; 'None'; write null
 run_dir: 2024 -> run_dir; found 2024; quote it: '2024'
+run_dir: 1e-6 -> run_dir; found 1e-06; quote it as it is
+run_dir: ~ -> run_dir; found null; in quotes if it begins with one of ~
+run_dir: ! -> run_dir; found null; in quotes if it begins with one of ~ !
+run_dir: : -> line 1, column 10; quote ':'
+run_dir: @ -> line 1, column 10; quote ':'
+run_dir: no -> run_dir; found false; quote the word
+steps: 12:30 -> steps; '12:30'; whole number
 run_dir: ' ' -> run_dir; ' '; a name
 model: {remat: off} -> model.remat; found false; quote the word
 seed: null -> seed; found null; leave the key out

@@ -93,6 +93,20 @@ def test_a_folder_is_its_data_files_by_name(tmp_path):
     assert [file.name for file in data_files(tmp_path)] == ["a.parquet", "b.jsonl", "c.jsonl.gz"]
 
 
+def test_a_folder_without_files_is_its_only_folder_with_files(tmp_path):
+    """As the hub stores datasets: data/train-00000-of-00001.parquet next to README.md and .git."""
+    for name in ("data/b.jsonl", "data/a.parquet", ".git/config", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert [file.name for file in data_files(tmp_path)] == ["a.parquet", "b.jsonl"]
+    (tmp_path / "main").mkdir()
+    (tmp_path / "main" / "c.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match="folders data, main"):
+        data_files(tmp_path)
+    (tmp_path / "d.jsonl").write_text("{}")
+    assert [file.name for file in data_files(tmp_path)] == ["d.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

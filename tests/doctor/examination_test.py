@@ -19,8 +19,11 @@ from dapo_jax.doctor.examination import show, verdict
 from dapo_jax.locks import take
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.run import sampler_setup, training_pass
-from dapo_jax.run.policy import find_policy
+from dapo_jax.run.policy import Policy, find_policy
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from tests.doctor.conftest import write_model
+from tests.text.folders import CHATML, files_of, write
 
 UNSURE = {"devices", "grade"}
 """Checks that may warn in these tests: libtpu is installed, and an untrained model gives no right answer."""
@@ -56,6 +59,16 @@ class Failing:
 
     async def step(self, turn):
         raise ConnectionError("the shop is closed")
+"""
+
+TOOLS = """
+from dapo_jax.environments import ToolEnvironment
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+def made():
+    return ToolEnvironment([add], grade=lambda answer, row: answer == row["answer"])
 """
 
 
@@ -168,6 +181,43 @@ def test_an_environment_is_examined_instead_of_a_grader(examined, tmp_path):
     assert found.state == "failed"
     assert "8 of 8 episodes" in found.message
     assert "ConnectionError: the shop is closed" in found.message
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    """A model folder with a byte-level tokenizer and a chat template without tools; and a file with an environment of one tool."""
+    folder = tmp_path_factory.mktemp("chatting")
+    tokenizer = HuggingFaceTokenizer(files_of())
+    decoder = tiny_decoder_config(vocab_size=tokenizer.vocab_size, max_positions=2000)
+    Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(folder / "model")
+    (folder / "tools.py").write_text(TOOLS)
+    return folder
+
+
+def test_tools_that_the_chat_template_does_not_show_are_a_failure_before_any_step(chatting, examined):
+    keys = {"model__source": chatting / "model", "data__max_prompt_tokens": 99, "quick": True}
+    found = examined(environment__source=f"{chatting}/tools.py:made", **keys)
+    assert re.search(r"tools\.py:made.*`tools`", only_fails(found, "grader").message)
+
+
+def test_an_episode_without_room_for_a_turn_is_a_warning(chatting, examined):
+    """The template writes more than the six tokens of a response around a sum; a tenth of a thousand is enough."""
+    template = CHATML.replace("{%", "{{ tools }}{%", 1)
+    write(chatting / "model", {"chat_template.jinja": template.encode()})
+    keys = {"model__source": chatting / "model", "data__max_prompt_tokens": 99, "quick": True}
+    keys["environment__source"] = f"{chatting}/tools.py:made"
+    found = examined(**keys)["grader"]
+    assert found.state == "warning"
+    assert "environment.episode_tokens" in found.message
+    assert examined(environment__episode_tokens=1000, **keys)["grader"].state == "ok"
+
+
+def test_special_tokens_are_shown_by_name(chatting, examined):
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    write(chatting / "model", {"chat_template.jinja": template.encode()})
+    keys = {"model__source": chatting / "model", "data__chat": "true", "quick": True}
+    last = examined(**keys)["training data"].details[2]
+    assert re.search(r"the tokens '<\|im_start\|>' '\d' '\+' '\d' '<\|im_end\|>'$", last)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import DrawnTurn, Prompt, Standing, Verdict
 from dapo_jax.environments import Episodes, Step
 from dapo_jax.environments.rendering import Rendering
@@ -372,6 +373,37 @@ def test_an_episode_that_does_not_begin_is_lost(make, lost, reason):
         [verdict] = judge(episodes)
     assert verdict.lost == lost
     assert reason in verdict.reason
+
+
+def test_a_check_begins_an_episode_closes_it_and_leaves_no_trace():
+    """The first of two episodes is of the check: it is closed, and the run's own is another."""
+    closed = []
+
+    class Closing(Echo):
+        def close(self):
+            closed.append(self)
+
+        def start(self):
+            return "abc"
+
+    with started(Making(Closing)) as episodes:
+        assert episodes.check(PROMPT, limit=4) == ""
+        assert "with 3 tokens" in episodes.check(PROMPT, limit=3)
+        begin(episodes)
+        assert judge(episodes)[0].reason.count("with 3 tokens") == 1
+    assert len(closed) == 3
+
+
+def test_a_check_reports_a_lost_episode_and_refuses_a_template_that_loses_all():
+    with started(
+        Making(in_order(lambda row, seed: Starting(row, seed, raising(ValueError("bad row")))))
+    ) as episodes:
+        assert "ValueError: bad row" in episodes.check(PROMPT, limit=9)
+    with (
+        started(ToolEnvironment([add], grade=lambda *_: True), name="my.py:tools") as episodes,
+        pytest.raises(ConfigError, match=r"environment my\.py:tools: .*no chat template"),
+    ):
+        episodes.check(PROMPT, limit=9)
 
 
 @pytest.mark.parametrize(

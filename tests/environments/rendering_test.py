@@ -169,3 +169,11 @@ def test_tools_are_refused_if_the_template_has_no_variable_for_them():
     context = Context([{"role": "user", "content": "q"}], tools=[{"type": "function"}])
     with pytest.raises(LostError, match="`tools`"):
         Rendering(tokenizer=ignorant).context_ids(context)
+
+
+def test_a_template_that_mentions_tools_without_showing_them_is_refused_too():
+    """The word is in a comment and in a condition, but no schema is in the text."""
+    written = "{# tools #}{% for m in messages if not tools or True %}{{ m.content }}{% endfor %}"
+    context = Context([{"role": "user", "content": "q"}], tools=[{"type": "function"}])
+    with pytest.raises(LostError, match="`tools`"):
+        Rendering(tokenizer=HuggingFaceTokenizer(files_of(template=written))).context_ids(context)

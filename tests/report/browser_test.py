@@ -1,11 +1,13 @@
 """The page in a browser: every control works, and the console stays empty."""
 
+import csv
 import json
 import random
 import re
 import subprocess
 import sys
 from functools import partial
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -123,6 +125,86 @@ def test_rollouts_are_browsed_by_keys(shown):
     shown.until(lambda: shown.one(".heading h2").text == "Step 14")
     assert len(shown.all("#rollouts .response")) == 4
     assert shown.texts("#rollouts .verdict") == ["✓ correct"] * 3 + ["✗ wrong"]
+
+
+def test_a_link_shows_the_same_tab_step_and_group_or_problem(shown, page):
+    """The address follows the reader, and another page with the same address shows the same. The fourth group has the prompt with ordinal 5."""
+    assert "#" not in shown.driver.current_url
+    shown.click("#tab-rollouts")
+    shown.click('.row[id="group-3"]')
+    shown.until(lambda: shown.one("#rollouts .heading h2").text == "Step 2")
+    at = urlsplit(shown.driver.current_url).fragment
+    assert parse_qs(at) == {"tab": ["rollouts"], "run": ["0"], "step": ["2"], "group": ["5"]}
+    heading = shown.one("#rollouts .heading").text
+    shown.click("#tab-evaluations")
+    shown.choose("Run", "1", "#evaluations")
+    shown.click('#evaluations .row[id="problem-1"]')
+    problem = {
+        "tab": ["evaluations"],
+        "run": ["1"],
+        "dataset": ["aime_2024"],
+        "step": ["4"],
+        "problem": ["2"],
+    }
+    shown.until(lambda: parse_qs(urlsplit(shown.driver.current_url).fragment) == problem)
+    there = shown.driver.current_url
+    shown.driver.get("about:blank")
+    for address, tab, wanted in (
+        (f"#{at}", "rollouts", heading),
+        ("#" + urlsplit(there).fragment, "evaluations", "Problem 2"),
+    ):
+        shown.driver.get(page.resolve().as_uri() + address)
+        shown.until(lambda tab=tab, wanted=wanted: wanted in shown.one(f"#{tab} .heading").text)
+        assert shown.one('[aria-selected="true"][role="tab"]').get_attribute("id") == f"tab-{tab}"
+    for strange in (
+        "#main",
+        "#tab=nothing",
+        "#tab=rollouts&run=9",
+        "#tab=evaluations&run=0&dataset=no&problem=x",
+        "#tab=rollouts&run=0",
+    ):
+        shown.driver.get("about:blank")
+        shown.driver.get(page.resolve().as_uri() + strange)
+        shown.until(lambda: shown.one("html").get_attribute("data-ready") == "true")
+
+
+def test_metrics_are_saved_as_csv(shown, page, tmp_path):
+    """A line per run and step; the second run has the metrics of the first."""
+    how = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    shown.driver.execute_cdp_cmd("Browser.setDownloadBehavior", how)
+    shown.driver.find_element("xpath", "//button[text()='Metrics as CSV']").click()
+    shown.until((tmp_path / "metrics.csv").exists)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for name in ("first", "second"):
+        metrics = [
+            json.loads(text) for text in (page.parent / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        found = [row for row in rows if row["run"] == name]
+        assert [int(row["step"]) for row in found] == [line["step"] for line in metrics]
+        for row, line in zip(found, metrics, strict=True):
+            value = line.get("rollout/accuracy")
+            assert row["rollout/accuracy"] == ("" if value is None else f"{float(f'{value:.6g}'):g}")
+
+
+@pytest.mark.parametrize("width", [1600, 1366, 420])
+def test_panels_fill_their_rows(shown, width):
+    shown.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 768, "deviceScaleFactor": 1, "mobile": False},
+    )
+    rows = {}
+    for cell in shown.all("#curves .panels > .cell"):
+        rows.setdefault(cell.rect["y"], []).append(cell.rect)
+    inside = shown.one("#curves .panels").rect
+    for row in rows.values():
+        assert abs(max(cell["x"] + cell["width"] for cell in row) - inside["x"] - inside["width"]) < 1
+    assert max(map(len, rows.values())) == {1600: 4, 1366: 4, 420: 1}[width]
+    assert all(shown.texts("#curves .panel .note"))
+    shown.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 1366, "height": 768, "deviceScaleFactor": 1, "mobile": False},
+    )
 
 
 def test_filters_leave_the_responses_that_meet_them(shown):

@@ -4,7 +4,7 @@ import random
 import re
 from dataclasses import replace
 
-from dapo_jax.report.panels import OTHER, PANELS, panels_of
+from dapo_jax.report.panels import OTHER, PANELS, Panel, panels_for, panels_of
 from dapo_jax.report.tables import EQUAL, Table, comparable
 from dapo_jax.trackers import read_metrics
 from tests.report.made import metrics_line
@@ -165,3 +165,18 @@ def test_rewards_come_first_and_accuracies_stay_for_mixed_runs():
     ]  # fmt: skip
     panels, _ = panels_of([table(LEARNING)])
     assert titles(panels)[:3] == ["Held-out accuracy", "Training accuracy", "Reward"]
+
+
+def test_every_panel_has_a_sentence_of_help_without_a_metrics_name():
+    """A name is two words of small letters around a slash; `new / old` and `tokens/s` are not."""
+    for by_score in ([False], [True], [True, False]):
+        for panel in panels_for(by_score):
+            assert re.fullmatch(r"[A-Z].*[a-z0-9]\.", panel.help), panel.title
+            assert not re.search(r"\w+/\w+_\w+", f"{panel.help} {panel.note} {panel.title}")
+            assert panel.help != Panel.help
+
+
+def test_metrics_without_a_panel_that_are_zero_are_counted():
+    line = {"step": 1, "own/zero_a": 0, "own/zero_b": 0.0, "own/one": 1}
+    panels, zero = panels_of([table(line)])
+    assert (titles(panels), zero) == (["own/one"], ["2 other metrics"])

@@ -1,12 +1,14 @@
 """Columns, axes and configurations of a report, computed by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dapo_jax.config import BatchConfig, DynamicSamplingConfig, LossConfig, TrainConfig
+from dapo_jax.config import BatchConfig, DynamicSamplingConfig, LossConfig, TrainConfig, load_config
+from dapo_jax.config.loading import replaced
 from dapo_jax.report.runs import RunFiles
-from dapo_jax.report.tables import EQUAL, REST, _shown, configurations, table_of
+from dapo_jax.report.tables import EQUAL, REST, _shown, about, configurations, table_of
 from dapo_jax.trackers.run_status import RunStatus
 
 
@@ -84,3 +86,15 @@ def test_runs_judged_by_scores_have_the_share_of_equal_scores():
     table = table_of(run(rows, SMALL))
     assert not table.by_score
     assert EQUAL not in table.columns
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "reinforce_plus_plus"])
+def test_the_algorithm_of_a_run_is_found_by_its_keys(name, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"run_dir: r\nseed: 7\nalgorithm: {name}\n")
+    config = load_config(tmp_path / "c.yaml")
+    status = RunStatus(state="finished", at=None, process={"devices": "8 x cpu"})
+    ended = replace(run([], config), status=status)
+    assert about(ended) == {"algorithm": name, "seed": "7", "devices": "8 x cpu"}
+    changed = replace(ended, config=replaced(config, {"loss.clip_ratio_high": 0.9}))
+    assert about(changed)["algorithm"] == "its own keys"
+    assert about(replace(ended, config=None)) == status.process

@@ -11,7 +11,7 @@ import pytest
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import META
-from dapo_jax.config import ConfigError, OptimizerConfig, RolloutConfig
+from dapo_jax.config import ConfigError, EnvironmentConfig, OptimizerConfig, RolloutConfig
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.build import Run
@@ -46,6 +46,16 @@ def test_every_step_has_its_own_order_and_a_replayed_one_the_same(micro, rows):
 
     assert sorted(order(1)) == list(range(20))
     assert order(1) == order(1) != order(2)
+
+
+def test_tools_without_a_chat_template_are_refused_before_anything_is_sampled(micro, rows, tmp_path):
+    (tmp_path / "tools.py").write_text(
+        "from dapo_jax.environments import ToolEnvironment\n"
+        "def made():\n    return ToolEnvironment([], grade=lambda answer, row: True)\n"
+    )
+    source = f"{tmp_path}/tools.py:made"
+    with pytest.raises(ConfigError, match=rf"environment {source}: .*no chat template"):
+        Run(micro(environment=EnvironmentConfig(source=source)), prompts=rows)
 
 
 def test_without_dynamic_sampling_a_step_trains_on_its_two_flat_groups(micro, run_micro):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, TurnSpan, Verdict
 from dapo_jax.evaluation import problem_record
 from dapo_jax.rewards.grading import NOT_GRADED
 from dapo_jax.storage import path_of
@@ -184,6 +184,19 @@ def test_the_text_view_of_responses_that_were_not_graded_has_no_verdicts(metric)
     assert text.splitlines()[0] == "prompt 7: not graded"
     assert "  [0] 2 tokens | not graded" in text.splitlines()
     assert not [word for word in ("correct", "wrong", "reward", "score", "no answer") if word in text]
+
+
+def test_the_text_view_marks_the_lines_of_the_environment():
+    """The environment wrote tokens 0 to 2 and 4; the policy tokens 3 and 5. Without turns, the text is as graded."""
+    [one, other] = group().rollouts
+    response = Response(
+        tokens=np.array(list(b"q\n:7>8"), np.int32), logprobs=np.zeros(6, np.float32), finish_reason="stop",
+        turns=(TurnSpan(3, 4), TurnSpan(5, 6)),
+    )  # fmt: skip
+    played = replace(group(), rollouts=(replace(one, response=response), other))
+    text = format_rollouts([played], decode=lambda ids: bytes(ids.tolist()).decode())
+    assert text.splitlines()[-7:-2] == ["      > q", "      > :", "      7", "      > >", "      8"]
+    assert text.endswith("\n      35?\n")
 
 
 def test_every_problem_is_one_complete_line(tmp_path):

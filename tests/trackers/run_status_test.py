@@ -1,9 +1,12 @@
 """The status of a run: running, or the time and reason of its end."""
 
+import platform
 from datetime import UTC, datetime, timedelta
 
+import jax
 import pytest
 
+import dapo_jax
 from dapo_jax.health.stopping import StoppedError
 from dapo_jax.trackers.run_status import FILE, read_status, status_kept, write_status
 
@@ -59,3 +62,17 @@ def test_a_damaged_file_is_no_status(tmp_path, text):
     (tmp_path / FILE).write_text(text)
     assert read_status(tmp_path) is None
     assert read_status(tmp_path / "no such run") is None
+
+
+def test_the_status_names_the_process_without_secrets(tmp_path, monkeypatch):
+    """The command can be pasted into a shell, and a status of an earlier version without a process is read."""
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    monkeypatch.setattr("sys.argv", ["/bin/dapo-jax", "train", "a b.yaml", "x=hf_0123456789"])
+    write_status(tmp_path, "running")
+    found = read_status(tmp_path).process
+    assert found["command line"] == "dapo-jax train 'a b.yaml' x=$HF_TOKEN"
+    assert found["versions"].split(", ")[:2] == [f"dapo_jax {dapo_jax.__version__}", f"jax {jax.__version__}"]
+    assert found["devices"] == "8 x cpu"
+    assert platform.node() in found["machine"]
+    (tmp_path / FILE).write_text('{"state": "stopped", "at": null, "reason": "SIGTERM"}')
+    assert read_status(tmp_path).process == {}

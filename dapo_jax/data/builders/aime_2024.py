@@ -21,7 +21,5 @@ class Builder(FileBuilder):
         """Returns the question and the answer of a row, see `FileBuilder.example`."""
         extra = fields.get("extra_info")
         bare = isinstance(extra, Mapping) and "raw_problem" in extra
-        asked = (
-            field_of(fields, "extra_info.raw_problem") if bare else question_of(field_of(fields, "prompt"))
-        )
-        return {"prompt": asked, "answer": field_of(fields, "reward_model.ground_truth")}
+        text = field_of(fields, "extra_info.raw_problem") if bare else question_of(field_of(fields, "prompt"))
+        return {"prompt": text, "answer": field_of(fields, "reward_model.ground_truth")}

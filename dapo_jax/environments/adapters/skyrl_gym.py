@@ -56,9 +56,7 @@ class SkyRLEpisode:
         """
         given = await asyncio.to_thread(self._instance.step, turn.text)
         if given.get("postprocessed_action") not in (None, turn.text):
-            raise ValueError(
-                "the environment returned a postprocessed_action, but sampled tokens cannot be rewritten"
-            )
+            raise ValueError("a postprocessed_action was returned, but sampled tokens cannot be rewritten")
         done = bool(given["done"])
         metrics = _numbers(given.get("metadata")) | (_numbers(self._instance.get_metrics()) if done else {})
         observed: Sequence[Any] = given["observations"]

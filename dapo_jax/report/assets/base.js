@@ -101,6 +101,26 @@ async function unpack(name) {
 /** Lets the browser draw and handle events between two pieces of work. */
 const breathe = () => new Promise((resolve) => setTimeout(resolve));
 
+/** Offers a text to the reader as a file. */
+function download(name, text) {
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href));
+}
+
+/** The state of the page in its address, so that a link shows the same tab, step and group. */
+const address = {
+  get: () => Object.fromEntries(new URLSearchParams(location.hash.slice(1))),
+  set(state) {
+    const known = Object.entries(state).filter(([, value]) => value !== undefined);
+    try {
+      history.replaceState(null, "", `#${new URLSearchParams(known)}`);
+    } catch {
+      // A sandboxed frame has no address.
+    }
+  },
+};
+
 /** Stores the reader's choices for the next visit, which is not possible in a sandboxed frame. */
 const memory = {
   get(key) {

@@ -17,7 +17,7 @@ const FLIPPED = "Flipped to right: a correct response, although fewer than half 
 const BARS = "Bars: the rewards of a group's responses, between the lowest and the highest logged reward of the step.";
 const PAUSE_MS = 180;
 
-function startRollouts(root, data, { stores, openProblem }) {
+function startRollouts(root, data, { stores, openProblem, changed }) {
   const state = { wanted: {}, order: "step", words: "", shading: "probability", named: () => beside !== null };
   const besideState = { ...state, wanted: { verdict: "any", step: null } };
   let [runs, store, beside, asked] = [[], null, null, 0];
@@ -37,6 +37,7 @@ function startRollouts(root, data, { stores, openProblem }) {
   function chosen(entry) {
     view.show(store, entry.group);
     showBeside(entry.group);
+    changed();
   }
 
   /** Shows the other run's group for the same question, at the step nearest to this group's step. */
@@ -203,10 +204,16 @@ function startRollouts(root, data, { stores, openProblem }) {
 
   return {
     update,
-    /** Shows a group of a run. */
+    /** Shows a group of a run, or the first group if there is no such group. */
     async open(run, group) {
       await choose(run);
-      goTo(group);
+      if (group >= 0) goTo(group);
+    },
+    /** Returns what the address needs to show the same group. */
+    place() {
+      if (list.group === undefined) return {};
+      const { group_step: steps, group_ordinal: ordinals } = store.columns;
+      return { run: store.run.number, step: steps[list.group], group: ordinals[list.group] };
     },
   };
 }

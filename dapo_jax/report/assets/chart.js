@@ -21,10 +21,10 @@ class Chart {
     this.node = el(
       "figure",
       { class: "panel", "data-title": panel.title },
-      el("figcaption", { title: panel.note || null }, el("b", {}, panel.title), el("span", { class: "unit" }, unit), this.where),
+      el("figcaption", { title: panel.help }, el("b", {}, panel.title), el("span", { class: "unit" }, unit), this.where),
       this.plot,
       this.legend,
-      panel.note ? el("p", { class: "note" }, panel.note) : null,
+      el("p", { class: "note" }, panel.note ? `${panel.help} ${panel.note[0].toUpperCase()}${panel.note.slice(1)}.` : panel.help),
     );
     listenTo(this);
   }

@@ -3,6 +3,11 @@
 function startConfiguration(root, data) {
   const { runs } = data;
   root.replaceChildren();
+  const nameOf = (run) => (runs.length > 1 ? run.name : "This run");
+  const heads = runs.map((run) => el("th", { scope: "col" }, runs.length > 1 ? swatch(run.number) : null, nameOf(run)));
+  const facts = [...new Set(runs.flatMap((run) => Object.keys(run.about)))];
+  const fact = (name) => el("tr", {}, el("th", { scope: "row" }, name), ...runs.map((run) => el("td", { "data-label": nameOf(run) }, run.about[name] ?? "not recorded")));
+  if (facts.length) root.append(el("div", { class: "scroll" }, el("table", { class: "facts" }, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Run"), ...heads)), el("tbody", {}, ...facts.map(fact)))));
   const rows = data.configuration;
   if (rows.every((row) => row.values.every((value) => value === null))) {
     root.append(el("p", { class: "empty" }, "There is no config.yaml next to these metrics."));
@@ -13,7 +18,6 @@ function startConfiguration(root, data) {
   kinds.push(["all", `All keys (${rows.length})`]);
   const state = { kind: kinds[0][0], words: "" };
   const body = el("tbody");
-  const nameOf = (run) => (runs.length > 1 ? run.name : "This run");
   const draw = () => {
     const shown = rows.filter((row) => (state.kind === "all" || row[state.kind]) && row.key.includes(state.words));
     body.replaceChildren(...shown.map((row) => line(row)));
@@ -32,7 +36,7 @@ function startConfiguration(root, data) {
     "tr",
     {},
     el("th", { scope: "col" }, "Key"),
-    ...runs.map((run) => el("th", { scope: "col" }, runs.length > 1 ? swatch(run.number) : null, nameOf(run))),
+    ...heads.map((head) => head.cloneNode(true)),
     el("th", { scope: "col" }, "Default"),
   );
   const words = el("input", { type: "search", placeholder: "Search keys", "aria-label": "Search keys", oninput: () => {

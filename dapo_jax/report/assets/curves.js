@@ -81,6 +81,7 @@ function startCurves(root, data) {
       against,
       el("label", { class: "field" }, el("span", {}, "Smoothing"), slider, amount),
       reset,
+      el("button", { type: "button", class: "quiet", onclick: () => download("metrics.csv", csvOf(data)) }, "Metrics as CSV"),
       el("span", { class: "hint" }, "Drag over a panel to zoom. Click a name to show or hide its line. Values are at the cursor or, without a cursor, the last."),
     ),
     grid,
@@ -88,7 +89,12 @@ function startCurves(root, data) {
     others,
   );
 
-  const cell = (chart) => el("div", { class: "cell" }, chart.node);
+  /** Returns cells that fill their rows: five panels are three and two, not four and one. */
+  const cells = (some) => some.map((chart) => {
+    const cell = el("div", { class: "cell" }, chart.node);
+    cell.style.setProperty("--across", Math.ceil(some.length / Math.ceil(some.length / MOST_ACROSS)));
+    return cell;
+  });
   const box = el("details", { class: "section" });
   box.addEventListener("toggle", () => box.open && draw([...charts.values()].filter((chart) => box.contains(chart.node))));
   let heats = [];
@@ -105,12 +111,12 @@ function startCurves(root, data) {
     const now = JSON.stringify([data.panels.map((panel) => [panel.section, panel.title]), heats.length]);
     if (now === laid) return;
     laid = now;
-    const of = (panels) => panels.map((panel) => cell(charts.get(`${panel.section}/${panel.title}`)));
+    const of = (panels) => cells(panels.map((panel) => charts.get(`${panel.section}/${panel.title}`)));
     const known = [...found].filter(([section]) => section !== OTHER);
     const rest = found.get(OTHER) ?? [];
     grid.replaceChildren(
       ...known.flatMap(([section, panels]) => [el("h2", { class: "above" }, section), ...of(panels)]),
-      ...(heats.length ? [el("h2", { class: "above" }, "Distributions over the logged rollouts"), ...heats.map(cell)] : []),
+      ...(heats.length ? [el("h2", { class: "above" }, "Distributions over the logged rollouts"), ...cells(heats)] : []),
     );
     box.replaceChildren(el("summary", {}, `${OTHER} (${rest.length})`), el("div", { class: "panels" }, ...of(rest)));
     others.replaceChildren(...(rest.length ? [box] : []));
@@ -170,7 +176,19 @@ function startCurves(root, data) {
 }
 
 const OTHER = "Other metrics";
+const MOST_ACROSS = 4;
 const AXIS_WORDS = { step: "Steps", updates: "Updates", sampled_tokens: "Sampled tokens", clock_s: "Time" };
+
+/** Returns the metrics of all runs as CSV: a line per run and step, and a column per axis and metric. */
+function csvOf({ runs }) {
+  const names = (kind) => [...new Set(runs.flatMap((run) => Object.keys(run[kind])))];
+  const [axes, columns] = [names("axes"), names("columns")];
+  const cell = (value) => (/[",\r\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value ?? "");
+  const lines = runs.flatMap((run) =>
+    run.axes.step.map((_, i) => [run.name, ...axes.map((name) => run.axes[name]?.[i]), ...columns.map((name) => run.columns[name]?.[i])]),
+  );
+  return [["run", ...axes, ...columns], ...lines].map((line) => `${line.map(cell).join(",")}\r\n`).join("");
+}
 
 function sections(panels) {
   const found = new Map();

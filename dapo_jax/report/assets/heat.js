@@ -4,9 +4,9 @@ const [BINS, MOST_COLUMNS, SHADES] = [24, 96, 6];
 const HISTOGRAM = { height: 82, bottom: 20, top: 6 };
 
 const DISTRIBUTIONS = [
-  ["tokens", "Response lengths", "tokens"],
-  ["reward", "Rewards", ""],
-  ["advantage", "Advantages", ""],
+  ["tokens", "Response lengths", "tokens", "The numbers of sampled tokens: a peak at the right is the length limit."],
+  ["reward", "Rewards", "", "The rewards with the overlong penalty: two separate bands are right and wrong responses."],
+  ["advantage", "Advantages", "", "The rewards relative to their group: 0 means that a response teaches nothing."],
 ];
 
 /** Returns the values of a column by logged step: [{from, to, values: [[value, correct]]}]. If there are many steps, they are merged. */
@@ -32,7 +32,7 @@ function byStep(store, column) {
 }
 
 class Heat {
-  constructor(store, [column, title, unit], view) {
+  constructor(store, [column, title, unit, help], view) {
     Object.assign(this, { store, column, title, unit, view });
     this.number = store.run.number;
     const several = view.runs.length > 1;
@@ -47,6 +47,7 @@ class Heat {
       this.plot,
       this.bars,
       this.told,
+      el("p", { class: "note" }, help),
     );
     this.node.style.setProperty("--c", colour(this.number));
     listenTo(this);

@@ -1,6 +1,6 @@
 // Starts the page: the header, the views, the tabs, and the links between views.
 
-function startTabs() {
+function startTabs(changed) {
   const tabs = [...document.querySelectorAll("[role=tab]")];
   const choose = (tab) => {
     for (const each of tabs) {
@@ -10,6 +10,7 @@ function startTabs() {
       document.getElementById(each.getAttribute("aria-controls")).hidden = !on;
     }
     tab.scrollIntoView({ block: "nearest", inline: "nearest" });
+    changed(tab.getAttribute("aria-controls"));
   };
   tabs.forEach((tab, place) => {
     tab.addEventListener("click", () => choose(tab));
@@ -22,7 +23,7 @@ function startTabs() {
     });
   });
   choose(tabs[0]);
-  return (name) => choose(document.getElementById(`tab-${name}`));
+  return (name) => tabs.filter((tab) => tab.id === `tab-${name}`).forEach(choose);
 }
 
 /** Copies newer data into `data` and its runs, which the views share. */
@@ -39,7 +40,12 @@ async function start() {
   startTheme(document.getElementById("theme"));
   const made = document.getElementById("made");
   made.textContent = `made ${moment(data.made)} · dapo_jax ${data.version}`;
-  const turnTo = startTabs();
+  let [tab, settled] = ["", false];
+  const remember = () => settled && address.set({ tab, ...{ rollouts, evaluations: problems }[tab]?.place() });
+  const turnTo = startTabs((name) => {
+    tab = name;
+    remember();
+  });
   const curves = startCurves(document.getElementById("curves"), data);
   const timeline = document.getElementById("timeline");
   startTimeline(timeline, data);
@@ -65,8 +71,19 @@ async function start() {
     }
     return group !== undefined;
   };
-  const rollouts = startRollouts(document.getElementById("rollouts"), data, { stores: rolloutStores, openProblem });
-  const problems = startProblems(document.getElementById("evaluations"), data, { stores: problemStores, openGroup });
+  const rollouts = startRollouts(document.getElementById("rollouts"), data, { stores: rolloutStores, openProblem, changed: remember });
+  const problems = startProblems(document.getElementById("evaluations"), data, { stores: problemStores, openGroup, changed: remember });
+
+  /** Shows the state in the address. */
+  async function restore() {
+    const { tab: wanted, run, step, group, dataset, problem } = address.get();
+    settled = false;
+    turnTo(wanted);
+    const of = data.runs[run];
+    if (wanted === "rollouts" && of?.rollouts.steps.length) await rollouts.open(of, rolloutStores.get(of.number).at(step, group));
+    if (wanted === "evaluations" && of?.evaluations.datasets.length) await problems.open(of, [dataset, problem - 1], step && Number(step));
+    settled = true;
+  }
 
   async function update() {
     for (const run of data.runs) {
@@ -80,6 +97,8 @@ async function start() {
     curves.distributions([...rolloutStores.values()]);
   }
   await update();
+  await restore();
+  window.addEventListener("hashchange", restore);
   document.documentElement.dataset.ready = "true";
 
   if (data.watched) {

@@ -11,7 +11,7 @@ const SHARES = [["any", "All"], ["all", "All right"], ["some", "Some right"], ["
 const CHANGES = [["any", "All"], ["higher", "Higher"], ["lower", "Lower"]];
 const EXTRACTED_AT_FIRST = 8;
 
-function startProblems(root, data, { stores, openGroup }) {
+function startProblems(root, data, { stores, openGroup, changed }) {
   const state = { dataset: null, step: null, order: "file", kind: "any", words: "", everything: false };
   let [runs, store, beside, asked, seen] = [[], null, null, 0, []];
   const status = el("p", { class: "status", role: "status" });
@@ -113,6 +113,7 @@ function startProblems(root, data, { stores, openGroup }) {
   /** Loads and shows a problem, unless another problem is requested meanwhile. */
   async function open(place, { stay = false } = {}) {
     const mine = (shown = { place });
+    changed();
     const of = dataset();
     const [prompt, answer, where] = await store.text(of, place);
     const key = of.keys[place];
@@ -279,10 +280,13 @@ function startProblems(root, data, { stores, openGroup }) {
   return {
     update,
     /** Shows a problem of a run. */
-    async open(run, [name, place]) {
-      Object.assign(state, { dataset: name, words: "", kind: "any" });
+    async open(run, [name, place], step = state.step) {
+      Object.assign(state, { dataset: name, step, words: "", kind: "any" });
       await choose(run);
-      list.choose(list.entries.findIndex((entry) => entry.group === place));
+      const at = list.entries.findIndex((entry) => entry.group === place);
+      if (at >= 0) list.choose(at);
     },
+    /** Returns what the address needs to show the same problem. */
+    place: () => (shown ? { run: store.run.number, dataset: state.dataset, step: dataset().steps[evaluation(dataset())], problem: shown.place + 1 } : {}),
   };
 }

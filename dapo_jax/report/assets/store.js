@@ -122,6 +122,12 @@ class Store {
     return this.read.keys[this.columns.group_question[group]];
   }
 
+  /** Returns the group of a step with a prompt's ordinal, or -1. */
+  at(step, ordinal) {
+    const { group_step: steps, group_ordinal: ordinals } = this.columns;
+    return steps.findIndex((each, group) => each === Number(step) && ordinals[group] === Number(ordinal));
+  }
+
   /** Returns the groups of a question in step order. */
   groupsOf(key) {
     if (!this.asked) {
