@@ -168,7 +168,7 @@ def format_rollouts(groups: Sequence[Group], *, metric: str = "correct", decode:
     """Formats rollouts as text: each group's question and answer, followed by its responses with their verdicts, or with
     their scores if `metric` is `score`. Control characters are escaped.
 
-    If `decode` is given, each turn of an episode begins a new line, and the environment's lines begin with `> `.
+    If `decode` is given, each turn of an episode begins a new line, and each line of the environment begins with a `>`.
     """
     parts: list[str] = []
     for group in groups:
