@@ -31,7 +31,7 @@ from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
 from dapo_jax.run.policy import Policy, data_of_run, find_policy, mesh_of, meshes_of, run_at
 from dapo_jax.run.programs import sharing
-from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts
+from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, held_out_rows
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.sampler_setup import response_sampler
@@ -81,9 +81,10 @@ def evaluate(
     use_compilation_cache(config.compilation_cache)
     check_graders(config.reward, reward=reward)  # an invalid grader should fail before the model loads
     environment = environment_of(config.environment, reward=reward)
-    policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
-    held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, rows=rows)
+    datasets = held_out_rows(config.data, config.eval, rows)
+    policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
+    held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, datasets)
     sampler = sampler_of(
         config.sampling,
         seed=config.seed,

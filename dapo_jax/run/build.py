@@ -32,7 +32,14 @@ from dapo_jax.run.programs import (
     taught_by,
     updater_of,
 )
-from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
+from dapo_jax.run.prompt_sets import (
+    GivenRows,
+    asked_too_often,
+    held_out_prompts,
+    held_out_rows,
+    training_prompts,
+    training_rows,
+)
 from dapo_jax.run.resume_point import (
     CHECKPOINT,
     ResumePoint,
@@ -87,6 +94,10 @@ class Run:
                 f"advantage.rewards=apart needs 2 or more graders, found {len(graders)}: set advantage.rewards=summed"
             )
         environment = environment_of(config.environment, reward=reward)
+        say("preparing prompts")
+        evaluates = prompts is None or eval_rows is not None
+        datasets = training_rows(data, prompts)
+        held_out = held_out_rows(data, config.eval, eval_rows) if evaluates else []
         self._has_reference = has_reference(config, objective or objective_of(config.loss))
         say(f"loading {model.source}")
         # A resumed run uses the initial weights only as the reference policy or as the base model under LoRA adapters.
@@ -122,8 +133,8 @@ class Run:
             recurrent=decoder.delta is not None,
         )
         self._optimizer = optimizer_of(config.optimizer)
-        say("preparing prompts")
-        self._prompts, asked = training_prompts(data, self.policy.tokenizer, seed=config.seed, rows=prompts)
+        tokenizer = self.policy.tokenizer
+        self._prompts, asked = training_prompts(data, tokenizer, datasets, seed=config.seed)
         self.notes = [*asked.notes]
         if self.policy.checkpoint and not resumes:
             self.notes.append(f"the initial weights are from {self.policy.checkpoint} of {model.source}")
@@ -169,11 +180,9 @@ class Run:
             on_look=lambda: watch.note("sampling tokens"),
         )
         self.notes += sampler.notes
-        self.held_out = {}
+        self.held_out = held_out_prompts(data, config.eval, tokenizer, held_out)
         """Maps the name of each evaluation dataset to its prompts. Empty if the run has no evaluation."""
-        if prompts is None or eval_rows is not None:
-            self.held_out = held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
-        elif config.eval.every_steps:
+        if not evaluates and config.eval.every_steps:
             self.notes.append("prompts were given without eval_rows, so there is no evaluation")
         self.sampling = GroupSampling(
             config,

@@ -21,6 +21,8 @@ from dapo_jax.text.tokenizers import Tokenizer
 
 GivenRows = Sequence[Mapping[str, Any]]
 """Rows that are passed from Python instead of a dataset."""
+Datasets = Sequence[tuple[SourceConfig, GivenRows]]
+"""Datasets and their rows, which are a list if they were given from Python. They are read before the model is loaded, because that takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,35 +41,36 @@ def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
     return replace(data, template_date=day)
 
 
+def training_rows(data: DataConfig, rows: GivenRows | None = None) -> Datasets:
+    """Returns the datasets to train on: the given rows, or the configured dataset or mixture. Raises ConfigError if one cannot be read."""
+    mixed = entries("data.mixture", data.mixture, SourceConfig) if rows is None else []
+    return _read(data, mixed or [_own_source(data, data.train_split)], rows, role="train")
+
+
 def training_prompts(
-    data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
+    data: DataConfig, tokenizer: Tokenizer, datasets: Datasets, *, seed: int
 ) -> tuple[PromptSource, Asked]:
-    """Returns the prompts to train on, from the given rows or the configured dataset or mixture, without prompts that are too long.
+    """Returns the prompts of the datasets from `training_rows`, without prompts that are too long.
 
     Raises:
-        ConfigError: a dataset cannot be read, or all of its prompts are too long.
+        ConfigError: a prompt cannot be tokenized, or all prompts of a dataset are too long.
     """
-    sources = [_own_source(data, data.train_split)]
-    if data.mixture and rows is None:
-        sources = entries("data.mixture", data.mixture, SourceConfig)
     given: list[GivenRows] = []
     parts: list[Sequence[int]] = []
     notes: list[str] = []
     identity: list[Mapping[str, Any]] = []
-    for source in sources:
-        with _named(source, given=rows is not None):
-            loaded = _load(data, source, role="train") if rows is None else LoadedRows(checked_rows(rows))
+    for source, loaded in datasets:
+        with _named(source, given=isinstance(loaded, list)):
             lengths, digests = measured_prompts(loaded, tokenizer, PromptFormat(data))
             kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
-            if len(loaded) and not len(kept):
+            if not len(kept):
                 raise ValueError(
                     f"all {len(loaded):,} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}; the shortest "
                     f"has {lengths.min()} tokens; raise data.max_prompt_tokens"
                 )
-        if loaded.note:
-            notes.append(loaded.note)
+        notes += filter(None, [getattr(loaded, "note", "")])
         if dropped := len(loaded) - len(kept):
-            whose = source.title if rows is None else "the rows given from Python"
+            whose = "the rows given from Python" if isinstance(loaded, list) else source.title
             notes.append(
                 f"{whose}: {dropped:,} of {len(loaded):,} prompts are longer than "
                 f"data.max_prompt_tokens={data.max_prompt_tokens} and are left out"
@@ -84,7 +87,7 @@ def training_prompts(
         prompt_format=PromptFormat(data),
         shuffle=data.shuffle,
         parts=parts,
-        weights=[source.weight for source in sources],
+        weights=[source.weight for source, _ in datasets],
     )
     return source, Asked(notes=notes, identity=identity)
 
@@ -100,19 +103,23 @@ def asked_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
     )
 
 
+def held_out_rows(data: DataConfig, config: EvalConfig, rows: GivenRows | None = None) -> Datasets:
+    """Returns the datasets to evaluate on: the given rows, `eval.datasets`, or the eval split of `data.source`. Raises ConfigError if one cannot be read."""
+    own = [_own_source(data, data.eval_split)]
+    return _read(data, own if rows is not None else _evaluation_sources(data, config), rows, role="test")
+
+
 def held_out_prompts(
-    data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None
+    data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, datasets: Datasets
 ) -> dict[str, list[Prompt]]:
-    """Returns the prompts of each evaluation dataset by name. The datasets are the given rows, or `eval.datasets`, or the eval split of `data.source`.
+    """Returns the prompts of the datasets from `held_out_rows`, by the name of the dataset.
 
     Raises:
-        ConfigError: a dataset cannot be read, or a prompt is too long. Long prompts are not left out, because that would change the score.
+        ConfigError: a prompt is too long. Long prompts are not left out, because that would change the score.
     """
     found: dict[str, list[Prompt]] = {}
-    own = [_own_source(data, data.eval_split)]
-    for source in _evaluation_sources(data, config) if rows is None else own:
-        with _named(source, given=rows is not None):
-            asked = _load(data, source, role="test") if rows is None else checked_rows(rows)
+    for source, asked in datasets:
+        with _named(source, given=isinstance(asked, list)):
             found[source.title] = held_out(
                 asked,
                 tokenizer,
@@ -159,6 +166,16 @@ def _evaluation_sources(data: DataConfig, config: EvalConfig) -> list[SourceConf
 
 def _own_source(data: DataConfig, split: str) -> SourceConfig:
     return SourceConfig(source=data.source, path=data.path, source_options=data.source_options, split=split)
+
+
+def _read(
+    data: DataConfig, sources: Sequence[SourceConfig], rows: GivenRows | None, *, role: str
+) -> Datasets:
+    found = list[tuple[SourceConfig, GivenRows]]()
+    for source in sources:
+        with _named(source, given=rows is not None):
+            found.append((source, _load(data, source, role=role) if rows is None else checked_rows(rows)))
+    return found
 
 
 def _load(data: DataConfig, source: SourceConfig, *, role: str) -> LoadedRows:

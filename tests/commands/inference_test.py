@@ -155,6 +155,20 @@ def test_invalid_evaluations_are_configuration_errors(change, message, model, sm
         evaluate(model, small(**change))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward__grader": "exakt"}, "exakt"),
+        ({"data__eval_split": "test[5:5]"}, r"'test\[5:5\]'.*test has 1,000 rows"),
+        ({"eval__datasets": [{"source": "jsonl", "path": "/held_out.jsonl"}]}, r"/held_out\.jsonl"),
+    ],
+)
+def test_the_grader_and_the_data_are_checked_before_the_model(change, message, small, tmp_path):
+    (tmp_path / "config.json").write_text("{}")  # not a model, which loading it would report
+    with pytest.raises(ConfigError, match=message):
+        evaluate(str(tmp_path), small(**change))
+
+
 def test_overrides_need_a_file(model, small):
     with pytest.raises(ConfigError, match="seed=1"):
         evaluate(model, small(), overrides=["seed=1"])

@@ -32,6 +32,21 @@ def test_a_minibatch_with_nothing_left_is_no_update(micro, rows):
     assert batches.minibatches([cut], 1) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward__grader": "exakt"}, "exakt"),
+        ({"data__source": "jsonl", "data__path": "/missing.jsonl"}, r"data\.source='jsonl'.*/missing\.jsonl"),
+        ({"data__train_split": "train[5:5]"}, r"'train\[5:5\]'.*train has 7,100 rows"),
+        ({"data__eval_split": "test[5:5]"}, r"'test\[5:5\]'.*test has 1,000 rows"),
+        ({"eval__datasets": [{"source": "jsonl", "path": "/held_out.jsonl"}]}, r"/held_out\.jsonl"),
+    ],
+)
+def test_the_grader_and_the_data_are_checked_before_the_model(changes, message, micro, data_dir):
+    with pytest.raises(ConfigError, match=message):
+        Run(micro(model__source="/no/model", data__data_dir=data_dir, **changes))
+
+
 def test_every_step_has_its_own_order_and_a_replayed_one_the_same(micro, rows):
     """Twenty groups, with their ordinal in place of a token."""
     groups = [make_group(ordinal, "x.", [1, 1]) for ordinal in range(20)]
