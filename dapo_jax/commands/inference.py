@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 from dapo_jax.config import (
     ConfigError,
-    DataConfig,
     EvalConfig,
     EvaluateConfig,
     OverlongConfig,
@@ -31,7 +30,7 @@ from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
 from dapo_jax.run.policy import Policy, data_of_run, find_policy, mesh_of, meshes_of, run_at
 from dapo_jax.run.programs import sharing
-from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, held_out_rows
+from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, held_out_rows, training_rows
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.sampler_setup import response_sampler
@@ -173,25 +172,43 @@ def sample(
 ) -> list[Group]:
     """Samples responses from a model or run folder, without grading. Each prompt is a text or a list of messages.
 
+    The prompts of a run have the format of its section `data`, and its stop strings and ids end their responses. Arguments that are set replace these values.
+
     Raises:
-        ConfigError: there is no such model, a prompt is empty, or the model's tokenizer cannot encode it.
+        ConfigError: there is no such model, a prompt is empty, the model's tokenizer cannot encode it, or the model has too few positions.
     """
     config = EvalConfig(
         samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k
     )
     check_value("seed", seed, int, Rules(range=SEED))
-    ends = {"stop": list(stop), "stop_token_ids": list(stop_token_ids)}
+    run = run_at(source)
+    own = EvaluateConfig() if run is None else load_evaluation(run / "config.yaml")
+    ends = {
+        "stop": list(stop) or own.sampling.stop,
+        "stop_token_ids": list(stop_token_ids) or own.sampling.stop_token_ids,
+    }
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, slots=slots, **ends)
     use_compilation_cache(compilation_cache)
     policy, sampler_of = _loaded(source, ParallelConfig(), sampling, "float32")
-    variables = dict(chat_template_kwargs or {})
-    data = DataConfig(chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
+    given = {"system_prompt": system_prompt, "chat_template_kwargs": dict(chat_template_kwargs or {})}
+    data = replace(own.data, **{name: value for name, value in given.items() if value})
+    chat = chat or data.chat
+    if run is not None and not chat and policy.tokenizer.chat_template is not None:
+        with suppress(ConfigError):  # the dataset may not be on this machine
+            chat = not isinstance(training_rows(data)[0][1][0]["prompt"], str)
+    data = replace(data, chat=chat)
+    longest = policy.decoder.max_positions - max_response_tokens
+    if longest < 1:
+        raise ConfigError(
+            f"max_response_tokens={max_response_tokens} (--max-response-tokens): the model has {policy.decoder.max_positions} positions, for the prompt "
+            f"and the response: lower it to at most {policy.decoder.max_positions - 1}"
+        )
     try:
         found = held_out(
             checked_rows([{"prompt": text, "answer": "-"} for text in prompts]),
             policy.tokenizer,
-            max_prompt_tokens=policy.decoder.max_positions - max_response_tokens,
-            prompt_format=PromptFormat(dated(data, like=data_of_run(source))),
+            max_prompt_tokens=longest,
+            prompt_format=PromptFormat(dated(data)),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

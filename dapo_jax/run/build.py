@@ -1,6 +1,7 @@
 """Builds the objects of a training run from its configuration."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.models.lora import parted
 from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel import gpu_settings
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.collector import Position
@@ -135,7 +137,15 @@ class Run:
         self._optimizer = optimizer_of(config.optimizer)
         tokenizer = self.policy.tokenizer
         self._prompts, asked = training_prompts(data, tokenizer, datasets, seed=config.seed)
-        self.notes = [*asked.notes]
+        kinds = Counter(device.device_kind for device in self._mesh.devices.flat)
+        devices = " and ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        rows = self._prompts.rows_per_epoch
+        self.notes = [
+            f"training {decoder.trained_parameters:,} parameters on {rows:,} prompts with {devices}",
+            *asked.notes,
+        ]
+        if self._mesh.devices.flat[0].platform == "cpu" and (unused := gpu_settings.unused()):
+            self.notes.insert(1, f"this run uses the CPU. {unused}")
         if self.policy.checkpoint and not resumes:
             self.notes.append(f"the initial weights are from {self.policy.checkpoint} of {model.source}")
         if often := asked_too_often(config, self._prompts.rows_per_epoch):

@@ -287,9 +287,9 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
     """
     positions = policy.decoder.max_positions
     prompt, response = options.max_prompt_tokens, options.max_response_tokens
-    response = response or min(_LONGEST, (positions - prompt) // (1 if prompt else 2))
-    prompt = prompt or min(_LONGEST, positions - response)
-    if not (prompt > 0 and response > 0 and prompt + response <= positions):
+    response = response or max(1, min(_LONGEST, (positions - prompt) // (1 if prompt else 2)))
+    prompt = prompt or max(1, min(_LONGEST, positions - response))
+    if prompt + response > positions:
         raise ConfigError(
             f"--max-prompt-tokens {prompt} and --max-response-tokens {response} need {prompt + response} positions, but "
             f"the model has {positions}: lower one of them"

@@ -1,5 +1,7 @@
 """Evaluation and sampling without training."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from dapo_jax.config import (
     EvalConfig,
     EvaluateConfig,
     SamplingConfig,
+    to_yaml,
 )
 from dapo_jax.trackers.rollout_log import read_problems, read_rollouts
 
@@ -34,6 +37,58 @@ def test_the_seed_decides_the_responses(model, compiled):
 def test_greedy_responses_to_a_prompt_are_all_the_same(model, compiled):
     for group in sample_small(model, compiled, temperature=0.0):
         assert len({tuple(rollout.response.tokens) for rollout in group.rollouts}) == 1
+
+
+@pytest.fixture
+def run_of(chat_model, micro, tmp_path):
+    """Returns a function that makes the folder of a run with a chat model and the given keys."""
+
+    def make(**changes):
+        shutil.copytree(chat_model, tmp_path / "run" / "model")
+        (tmp_path / "run" / "config.yaml").write_text(to_yaml(micro(**changes)))
+        return str(tmp_path / "run")
+
+    return make
+
+
+def texts_of(groups):
+    return [group.prompt.text for group in groups]
+
+
+def test_the_prompts_of_a_run_have_the_format_of_its_data(run_of, compiled):
+    shown = [{"prompt": "1+1", "response": "2"}]
+    keys = {"chat": True, "system_prompt": "S", "few_shot": shown, "prompt_template": "Q {prompt}"}
+    run = run_of(**{f"data__{name}": value for name, value in keys.items()})
+    turns = "user\nQ 1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\nQ 3"
+    for system, given in (("S", {}), ("T", {"system_prompt": "T"})):
+        [text] = texts_of(sample_small(run, compiled, ["3"], samples_per_prompt=1, **given))
+        assert text == (
+            f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>{turns}<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+def test_a_run_on_conversations_is_asked_in_a_conversation(run_of, compiled, tmp_path):
+    row = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    data = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "data_dir": str(tmp_path / "data")}
+    run = run_of(**{f"data__{name}": value for name, value in data.items()})
+    [text] = texts_of(sample_small(run, compiled, ["3"], samples_per_prompt=1))
+    assert text == "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
+    (tmp_path / "rows.jsonl").unlink()
+    assert texts_of(sample_small(run, compiled, ["3"], samples_per_prompt=1)) == ["3"]
+
+
+def test_the_responses_of_a_run_end_where_they_ended_in_training(run_of, compiled):
+    """Every id ends a response, so each has one token, unless the caller names another id."""
+    run = run_of(sampling__stop_token_ids=list(range(320)))
+    assert {len(tokens) for tokens in tokens_of(sample_small(run, compiled))} == {1}
+    assert {len(tokens) for tokens in tokens_of(sample_small(run, compiled, stop_token_ids=[319]))} != {1}
+
+
+@pytest.mark.parametrize("limit", [128, 4000])
+def test_a_response_that_fills_every_position_of_the_model_is_refused(limit, model, compiled):
+    with pytest.raises(ConfigError, match=rf"max_response_tokens={limit} .* 128 positions.* 127"):
+        sample_small(model, compiled, max_response_tokens=limit)
 
 
 @pytest.mark.parametrize(

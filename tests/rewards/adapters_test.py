@@ -142,3 +142,10 @@ def test_a_verl_result_without_a_score_is_refused(given):
 def test_a_trl_result_is_a_list_with_a_number_for_each_completion(given, words):
     with pytest.raises(RuntimeError, match=f"returned {words}"):
         grade_function(trl_reward(lambda **_: given))([sample("42"), sample("41")])
+
+
+def test_a_verl_function_gets_only_the_arguments_that_it_has():
+    def own(solution_str, ground_truth, method="strict"):
+        return float(solution_str == ground_truth and method == "strict")
+
+    assert [verl_reward(own)(sample(response)).correct for response in ("42", "41")] == [True, False]

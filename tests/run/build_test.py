@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -45,6 +46,13 @@ def test_a_minibatch_with_nothing_left_is_no_update(micro, rows):
 def test_the_grader_and_the_data_are_checked_before_the_model(changes, message, micro, data_dir):
     with pytest.raises(ConfigError, match=message):
         Run(micro(model__source="/no/model", data__data_dir=data_dir, **changes))
+
+
+def test_the_first_note_has_the_devices_the_parameters_and_the_prompts(micro, rows):
+    run = Run(micro(), prompts=rows, reward=bool)
+    count = f"{run.policy.decoder.parameters:,}"
+    assert re.findall(r"[\d,]+", run.notes[0]) == [count, str(len(rows)), str(len(jax.devices()))]
+    assert run.notes[0].endswith(jax.devices()[0].device_kind)
 
 
 def test_every_step_has_its_own_order_and_a_replayed_one_the_same(micro, rows):
