@@ -146,6 +146,8 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 def _meant(option: str, arguments: argparse.Namespace, words: Sequence[str]) -> str:
     """Returns the remedy for an unknown option of a command that accepts overrides, for example `steps=5` for `--steps 5`."""
     name, equals, value = option.partition("=")
+    if (arguments.name, name) == ("serve", "--http"):
+        return "; HTTP is the default: leave --http out"
     if not hasattr(arguments, "overrides") or not name.startswith("--") or name == "--":
         return ""
     if not equals:

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import ipaddress
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -18,7 +19,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from dapo_jax.serving.http_connections import Connections
 from dapo_jax.serving.http_requests import read_chat, read_completions, read_generate
 from dapo_jax.serving.request_loop import NewTokens, RequestError, RequestLoop, stopping
-from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimits, ServerThread, sampled
+from dapo_jax.serving.served_requests import (
+    GRACE_S,
+    CheckedRequest,
+    ServedLimits,
+    ServerThread,
+    listening,
+    sampled,
+)
 from dapo_jax.serving.text import GrowingText, decoded
 from dapo_jax.terminal import visible
 from dapo_jax.text.tokenizers import token_bytes
@@ -68,14 +76,15 @@ class GenerateAnswer:
             entries.append({**entry, "top_logprobs": []})
         return {"content": entries}
 
-    def _usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
+        """Returns the numbers of tokens of the prompt and of the responses so far."""
         prompt, sampled = len(self._request.prompt), self._sampled
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def _totals(self) -> dict[str, Any]:
         """Returns the token counts, and the oldest version of the weights that sampled any token in the answer."""
         oldest = min(new.spans[0].version for new in self._latest.values())
-        return {"usage": self._usage(), "weights_version": oldest}
+        return {"usage": self.usage(), "weights_version": oldest}
 
 
 class ChatAnswer(GenerateAnswer):
@@ -119,7 +128,7 @@ class ChatAnswer(GenerateAnswer):
 
     def usage_chunk(self) -> dict[str, Any] | None:
         """Returns the final chunk with the token counts, or None if the request did not ask for the counts."""
-        return self._chunk() | {"usage": self._usage()} if self._request.include_usage else None
+        return self._chunk() | {"usage": self.usage()} if self._request.include_usage else None
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
@@ -169,12 +178,15 @@ class HttpServer(ServerThread):
         host, port: see `ServerThread`.
         api_key: bearer token that every route except `/health` requires. If empty, no key is required.
         say: logs errors in the server itself.
+        log: logs one line for each request: method, path, status, tokens of the prompt and of the responses, and seconds.
     """
 
     def __init__(
-        self, requests: RequestLoop, limits: ServedLimits, *, host: str, port: int, api_key: str, say: Callable[[str], None]
+        self, requests: RequestLoop, limits: ServedLimits, *, host: str, port: int, api_key: str, say: Callable[[str], None],
+        log: Callable[[str], None] = lambda line: None, listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(host, port)
+        super().__init__(host, port, listener)
+        self._log = log
         self._requests, self._limits, self._say, self._api_key = requests, limits, say, api_key.encode()
         self._created, self._stopping = int(time.time()), False
         self._connections = Connections(
@@ -196,7 +208,8 @@ class HttpServer(ServerThread):
         await self._runner.setup()
         assert self._runner.server is not None
         self._loop.set_exception_handler(self._failed)
-        return self._connections.listen(self._host.strip("[]"), self._port, self._runner.server)
+        listener = self._listener or listening(self._host, self._port)
+        return self._connections.listen(listener, self._runner.server)
 
     async def _close(self) -> None:
         self._stopping = True
@@ -214,22 +227,32 @@ class HttpServer(ServerThread):
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks whether the client may send the request, and converts every error to a response."""
         self._connections.waits(request.protocol, _PATIENCE_S + 1.0)
+        began, name = time.monotonic(), f"{request.method} {request.raw_path[:200]}"
+        response: web.StreamResponse | None = None
         try:
             self._check(request)
-            return await handler(request)
+            response = await handler(request)
         except RequestError as error:
-            return _error(error)
+            response = _error(error)
         except (web.RequestPayloadError, HttpProcessingError) as error:
-            return _error(_malformed(f"{type(error).__name__} {error}"))
+            response = _error(_malformed(f"{type(error).__name__} {error}"))
         except web.HTTPException as error:
-            return _error(self._of_aiohttp(request, error))
+            response = _error(self._of_aiohttp(request, error))
         except (ConnectionError, asyncio.CancelledError):
             raise  # the client has disconnected, so no answer can be sent
         except Exception as error:
-            self._say(visible(f"{request.method} {request.path} failed with {type(error).__name__}: {error}"))
-            return _error(_own_failure())
+            self._say(_line(f"{name} failed with {type(error).__name__}: {error}"))
+            response = _error(_own_failure())
         finally:
             self._connections.waits(request.protocol)
+            status = "disconnected" if response is None else response.status
+            usages = [answer.usage() for answer in request.get("answers", ())]
+            prompt, sampled = (
+                sum(usage[f"{kind}_tokens"] for usage in usages) for kind in ("prompt", "completion")
+            )
+            seconds = time.monotonic() - began
+            self._log(_line(f"{name} {status} {prompt}+{sampled} tokens {seconds:.2f} s"))
+        return response
 
     def _check(self, request: web.Request) -> None:
         """Raises a `RequestError` if the request is not authorized, or if the server is stopping."""
@@ -294,6 +317,7 @@ class HttpServer(ServerThread):
         # Parsing runs in a thread, because tokenizing a prompt of several megabytes must not delay other requests.
         asked = await asyncio.to_thread(read, content, limits)
         answer = kind(asked, limits)
+        request["answers"] = [answer]
         async with sampled(self._requests, asked) as arriving:
             if asked.stream and isinstance(answer, ChatAnswer):
                 return await _streamed(request, answer, arriving)
@@ -306,11 +330,11 @@ class HttpServer(ServerThread):
         content = await _body(request)
         self._connections.works(request.protocol)
         asked = await asyncio.to_thread(read_completions, content, self._limits)
-        parts = []
+        parts, answers = [], [CompletionAnswer(each, self._limits) for each in asked]
+        request["answers"] = answers
         async with AsyncExitStack() as submitted:
             batch = [await submitted.enter_async_context(sampled(self._requests, each)) for each in asked]
-            for each, arriving in zip(asked, batch, strict=True):
-                answer = CompletionAnswer(each, self._limits)
+            for answer, arriving in zip(answers, batch, strict=True):
                 async for new in arriving:
                     answer.add(new)
                 # It runs in a thread because it decodes each token.
@@ -347,6 +371,11 @@ def _own_failure() -> RequestError:
 def _malformed(reason: str, status: int = 400) -> RequestError:
     text = f"the request is not valid HTTP: {visible(reason)!s:.200}"
     return RequestError(text, status=status, code="malformed")
+
+
+def _line(text: str) -> str:
+    """Returns untrusted text as one line."""
+    return " ".join(visible(text).split())
 
 
 def _name_of(host: str) -> str:

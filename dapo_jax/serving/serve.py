@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
@@ -21,8 +23,15 @@ from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.requests import OwnOptions
 from dapo_jax.serving.request_loop import RequestLoop
-from dapo_jax.serving.served_requests import GRACE_S, ServedLimits, ServerThread
+from dapo_jax.serving.served_requests import (
+    GRACE_S,
+    ServedLimits,
+    ServerThread,
+    cannot_listen,
+    listening,
+)
 from dapo_jax.terminal import visible
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.training.state import state_structs
@@ -94,7 +103,7 @@ class ServingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServingOptions):
-    """The options of `dapo-jax serve`. Temperature, top-p and top-k apply to all requests, because JetStream requests cannot set them.
+    """The options of `dapo-jax serve --jetstream`. Temperature, top-p and top-k apply to all requests, because JetStream requests cannot set them.
 
     Raises:
         ConfigError: a value is out of range, or an option works only with `chat`.
@@ -115,7 +124,7 @@ class ServeOptions(ServingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions(ServingOptions):
-    """The options of `dapo-jax serve --http`. Temperature, top-p and top-k are defaults, which a request can override."""
+    """The options of `dapo-jax serve`. Temperature, top-p and top-k are defaults, which a request can override."""
 
     model_name: str = ""
     """The model name that requests use. If empty, it is the path or Hub name from which the model was loaded."""
@@ -153,9 +162,14 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
 
 
 def serve_http(
-    source: str, options: HttpOptions, *, api_key: str = "", say: Callable[[str], None] = print
+    source: str,
+    options: HttpOptions,
+    *,
+    api_key: str = "",
+    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Answers HTTP requests until KeyboardInterrupt. `say` logs the address and each new version of the weights.
+    """Answers HTTP requests until KeyboardInterrupt. `say` logs the address and each new version of the weights, and `log` each request.
 
     Args:
         source: a model or a run folder.
@@ -177,7 +191,7 @@ def serve_http(
 
     key = "; requests need the key" if api_key else ""
     greeting = f"{key}; Ctrl-C stops it. http://{{address}}/v1/models describes the model"
-    make = partial(HttpServer, api_key=api_key, say=say)
+    make = partial(HttpServer, api_key=api_key, say=say, log=log)
     how = {"name": options.model_name, "scheme": "http://"}
     _serve(source, options, lambda _, limits: partial(make, limits=limits), greeting, say, **how)
 
@@ -195,6 +209,10 @@ def _serve(
     """Runs a server until Ctrl-C. `server_of` returns a function that builds the server. `greeting` is appended to the start-up message."""
     use_compilation_cache(options.compilation_cache)
     with ExitStack() as ends:
+        try:  # before the model is loaded, which takes long
+            listener = ends.enter_context(listening(options.host, options.port))
+        except OSError as error:
+            raise ConfigError(str(cannot_listen(f"{options.host}:{options.port}", error))) from error
         follower = None
         if options.follow_s is not None:
             follower = Follower(source, options.follow_s, say)
@@ -206,8 +224,9 @@ def _serve(
         limits = limits_of(source, policy, options, name=name)
         make = server_of(policy, limits)
         requests, transfer = request_loop(policy, options, limits)
-        server = make(requests, host=options.host, port=options.port)
+        server = make(requests, host=options.host, port=options.port, listener=listener)
         ends.enter_context(requests)
+        _answer_once(requests, limits)
         try:
             ends.enter_context(server)
         except OSError as error:
@@ -226,6 +245,17 @@ def _serve(
             say(f"stopping; requests in flight have {GRACE_S} s to finish")
             return
     raise RuntimeError(f"the engine has failed: {requests.failure!r}") from requests.failure
+
+
+def _answer_once(requests: RequestLoop, limits: ServedLimits) -> None:
+    """Answers one request of each kind, so that nothing is compiled once the server is ready."""
+    answers, own = SimpleQueue[Any](), OwnOptions(decoding=limits.decoding)
+    seeded = replace(own, key=jax.random.fold_in(jax.random.key(0), np.uint32(0)))
+    for options, scores in ((own, False), (seeded, False), (own, True)):
+        how: dict[str, Any] = {"count": 1, "max_tokens": 1, "listener": answers.put, "scores": scores}
+        requests.submit(np.zeros(1, np.int32), options, **how)
+        if isinstance(failure := answers.get(), BaseException):
+            raise RuntimeError(f"the engine has failed: {failure!r}") from failure
 
 
 class Follower:

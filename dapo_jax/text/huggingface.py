@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -85,11 +86,13 @@ class HuggingFaceTokenizer:
         padding = self._ids_of("pad", generation, model)
         self.pad_id = next((token for token in padding if 0 <= token <= _LARGEST_ID), self.eos_id)
         """Id of the padding token, or of the end token if the folder does not define a padding token."""
-        with self._library("cannot encode this text with"):
-            probe = self._tokenizer.encode("a", add_special_tokens=True)
-        # Only tokens before the text are added to prompts. Tokens that the post-processor adds after the text would end the prompt.
-        mask = probe.special_tokens_mask
-        self._beginning = probe.ids[: mask.index(0) if 0 in mask else 0]
+        self._beginning = list[int]()
+        if self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            with self._library("cannot encode this text with"):
+                probe = self._tokenizer.encode("a", add_special_tokens=True)
+            # Only tokens before the text are added to prompts. Tokens that the post-processor adds after the text would end the prompt.
+            mask = probe.special_tokens_mask
+            self._beginning = probe.ids[: mask.index(0) if 0 in mask else 0]
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {number: token.content for number, token in added.items()}
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
@@ -99,6 +102,11 @@ class HuggingFaceTokenizer:
         """The methods of a `Guards` object for all added tokens of this tokenizer."""
         self.chat_template = self._template(config.get("chat_template"))
         """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HuggingFaceTokenizer) and self.files[_TOKENIZER] == other.files[_TOKENIZER]
+
+    __hash__ = None
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
@@ -136,9 +144,19 @@ class HuggingFaceTokenizer:
         return self._encoded(self._plain, text)
 
     def _encoded(self, library: tokenizers.Tokenizer, text: str) -> Int32[np.ndarray, " tokens"]:
+        return np.array(self._encoding(library, text).ids, dtype=np.int32)
+
+    def _encoding(self, library: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         text.encode("utf-8")  # raises an error with the position of a lone surrogate
-        with self._library("cannot encode this text with"):
-            return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        try:
+            with self._library("cannot encode this text with"):
+                return library.encode(text, add_special_tokens=False)
+        except ValueError as error:
+            missing = [at for at, char in enumerate(text) if library.token_to_id(char) is None]
+            if "[UNK]" not in str(error) or not missing:
+                raise
+            where = f"character {self._restored(text)[missing[0]]!r} at position {missing[0]} of {text!r:.80}"
+            raise ValueError(f"{where} is not in the vocabulary of {self._place}; remove it") from error
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -150,9 +168,7 @@ class HuggingFaceTokenizer:
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """See `Tokenizer.encode_guarded`."""
-        text.encode("utf-8")
-        with self._library("cannot encode this text with"):
-            found = self._tokenizer.encode(text, add_special_tokens=False)
+        found = self._encoding(self._tokenizer, text)
         parts: list[Int32[np.ndarray, " tokens"]] = []
         done = 0
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
@@ -251,6 +267,49 @@ class HuggingFaceTokenizer:
 
     def _json(self, name: str) -> Mapping[str, Any]:
         return read_object(self.files[name], f"{self._place}/{name}") if name in self.files else {}
+
+
+class CharTokenizer(HuggingFaceTokenizer):
+    """Uses one token per character of a fixed alphabet. Ids follow the alphabet's order, after the padding token (0) and the end token (1).
+
+    >>> CharTokenizer("0123456789+=").encode("1+2").tolist()
+    [3, 12, 4]
+    """
+
+    def __init__(self, alphabet: str, *, chat_template: ChatTemplate | None = None) -> None:
+        """Builds the files that the library `tokenizers` and transformers load.
+
+        Raises:
+            ValueError: the alphabet is empty or repeats a character.
+        """
+        repeated = sorted({char for char in alphabet if alphabet.count(char) > 1})
+        if repeated or not alphabet:
+            problem = f"repeats {repeated}" if repeated else "is empty"
+            raise ValueError(
+                f"alphabet {alphabet!r} {problem}; give every character of prompts and responses once"
+            )
+        # The first character of the special tokens is not in the alphabet, so no text can spell them out.
+        mark = next(char for char in map(chr, count(ord("["))) if char not in alphabet)
+        self.alphabet, special = alphabet, (f"{mark}PAD]", f"{mark}END]")
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+        added = [{"id": number, "content": text, **flags} for number, text in enumerate(special)]
+        vocabulary = {text: number for number, text in enumerate([*special, *alphabet])}
+        described = {
+            "added_tokens": added,
+            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
+            "decoder": {"type": "Fuse"},
+            # An unknown character is an error, because the vocabulary has no token [UNK].
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
+        }  # fmt: skip
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= {"pad_token": special[0], "eos_token": special[1]}
+        written = {
+            name: json.dumps(content, ensure_ascii=False).encode() + b"\n"
+            for name, content in ((_TOKENIZER, described), (_CONFIG, config))
+        }
+        if chat_template is not None:
+            written[_TEMPLATE] = chat_template.source.encode()
+        super().__init__(written, place=f"char:{alphabet}")
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,16 +54,60 @@ def test_bytes_that_are_no_utf8_become_the_replacement_character():
     assert ByteTokenizer().decode(np.array([0xC3 + 2, 0x41 + 2], np.int32)) == "\ufffdA"
 
 
-def test_unknown_character_is_named_with_its_position_and_the_alphabet():
-    with pytest.raises(ValueError, match=r"'x' at position 2 of '1\+x' .* '0123456789\+='"):
-        SUMS.encode("1+x")
+def test_unknown_character_is_named_with_its_position_and_the_alphabet(tmp_path):
+    for method in (SUMS.encode, SUMS.encode_plain, SUMS.encode_prompt):
+        with pytest.raises(ValueError, match=r"'x' at position 2 of '1\+x' .*char:0123456789\+="):
+            method("1+x")
+    save_tokenizer(SUMS, tmp_path)
+    with pytest.raises(ValueError, match=rf"'x' at position 2 of '1\+x' .*{tmp_path}"):
+        load_tokenizer(tmp_path).encode("1+x")
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS])
 @pytest.mark.parametrize("bad", [-1, 300])
-def test_id_outside_the_vocabulary_is_refused(tokenizer, bad):
-    with pytest.raises(ValueError, match=f"token {bad} is outside .* vocabulary of {tokenizer.vocab_size}"):
-        tokenizer.decode(np.array([2, bad], np.int32))
+def test_id_outside_the_vocabulary_is_refused(bad):
+    with pytest.raises(ValueError, match=f"token {bad} is outside .* vocabulary of 258"):
+        ByteTokenizer().decode(np.array([2, bad], np.int32))
+
+
+ALPHABETS = ["0123456789+=:,?", "0123456789-:?<>", 'é"\\\n 中']
+
+
+@pytest.mark.parametrize("alphabet", ALPHABETS)
+def test_the_ids_of_characters_follow_the_padding_and_the_end_token(alphabet, tmp_path):
+    """Id 2 + place in the alphabet, also in a folder of the former format, and after saving. No special token can be spelled."""
+    former = {"type": "dapo_jax.char", "alphabet": alphabet}
+    write(tmp_path / "former", {"tokenizer.json": json.dumps(former).encode()})
+    save_tokenizer(CharTokenizer(alphabet), tmp_path / "now")
+    for tokenizer in (CharTokenizer(alphabet), *map(load_tokenizer, (tmp_path / "former", tmp_path / "now"))):
+        assert tokenizer.encode(alphabet).tolist() == list(range(2, 2 + len(alphabet)))
+        assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.stop_ids) == (0, 1, (1,))
+        assert tokenizer.vocab_size == 2 + len(alphabet)
+        assert tokenizer.decode(np.arange(2 + len(alphabet))) == alphabet
+        assert (
+            tokenizer.encode_guarded(tokenizer.guarded(alphabet)).tolist()
+            == tokenizer.encode(alphabet).tolist()
+        )
+
+
+def test_characters_of_the_special_tokens_stay_characters():
+    tokenizer = CharTokenizer("[]PADEN")
+    for encode in (
+        tokenizer.encode,
+        tokenizer.encode_plain,
+        lambda text: tokenizer.encode_guarded(tokenizer.guarded(text)),
+    ):
+        assert encode("[PAD]").tolist() == [2, 4, 5, 6, 3]
+
+
+def test_transformers_would_find_an_ordinary_file(tmp_path):
+    """transformers reads a fast tokenizer from these two files: the class, and the tokens that end and pad."""
+    save_tokenizer(CharTokenizer("1+"), tmp_path)
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert library.encode("1+1[END]").ids == [2, 3, 2, 1]
+    assert library.decode([2, 3, 1, 0]) == "1+"
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert [library.token_to_id(config[name]) for name in ("pad_token", "eos_token")] == [0, 1]
 
 
 @pytest.mark.parametrize(("alphabet", "words"), [("abcb", r"repeats \['b'\]"), ("", "empty")])
