@@ -27,7 +27,7 @@ from dapo_jax import train
 from dapo_jax.commands.inference import evaluate
 from dapo_jax.config import TrainConfig, evaluation_of, load_config, to_yaml
 from dapo_jax.run.policy import find_policy
-from dapo_jax.run.prompt_sets import training_prompts, training_rows
+from dapo_jax.run.prompt_sets import training_prompts
 from dapo_jax.trackers import read_metrics
 
 RESULTS = Path("docs/results/trl")
@@ -61,7 +61,7 @@ def configuration(
 def settings(config: TrainConfig) -> dict[str, Any]:
     """Returns the settings of a TRL run with this configuration, and its prompts in the order in which our run uses them."""
     policy = find_policy(config.model.source)
-    source, _ = training_prompts(config.data, policy.tokenizer, training_rows(config.data), seed=config.seed)
+    source, _ = training_prompts(config.data, policy.tokenizer, seed=config.seed)
     ordinals = range(config.steps * config.batch.prompts_per_step)
     prompts = [source[ordinal] for ordinal in ordinals]
     overlong, shipped = config.reward.overlong, config.model.source.startswith("shipped:")

@@ -12,6 +12,7 @@ from dapo_jax.config import (
     ConfigError,
     EvalConfig,
     EvaluateConfig,
+    ModelConfig,
     OverlongConfig,
     ParallelConfig,
     RewardConfig,
@@ -28,9 +29,9 @@ from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
-from dapo_jax.run.policy import Policy, data_of_run, find_policy, mesh_of, meshes_of, run_at
+from dapo_jax.run.policy import Policy, data_of_run, find_policy, load_policy, mesh_of, meshes_of, run_at
 from dapo_jax.run.programs import sharing
-from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, held_out_rows, training_rows
+from dapo_jax.run.prompt_sets import GivenRows, dated, every_split, held_out_prompts
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.sampler_setup import response_sampler
@@ -81,9 +82,9 @@ def evaluate(
     check_graders(config.reward, reward=reward)  # an invalid grader should fail before the model loads
     environment = environment_of(config.environment, reward=reward)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
-    datasets = held_out_rows(config.data, config.eval, rows)
+    tokenizer = load_policy(ModelConfig(source=model), weights=False).tokenizer
+    held_out = held_out_prompts(config.data, config.eval, tokenizer, rows=rows)
     policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
-    held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, datasets)
     sampler = sampler_of(
         config.sampling,
         seed=config.seed,
@@ -195,7 +196,7 @@ def sample(
     chat = chat or data.chat
     if run is not None and not chat and policy.tokenizer.chat_template is not None:
         with suppress(ConfigError):  # the dataset may not be on this machine
-            chat = not isinstance(training_rows(data)[0][1][0]["prompt"], str)
+            chat = any(not isinstance(rows[0]["prompt"], str) for rows in every_split(data).values())
     data = replace(data, chat=chat)
     longest = policy.decoder.max_positions - max_response_tokens
     if longest < 1:

@@ -10,7 +10,7 @@ from dapo_jax.doctor.check import Found, shortened
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.run.grader_setup import environment_of, submit_of
-from dapo_jax.run.prompt_sets import asked_too_often, dated, held_out_prompts, held_out_rows
+from dapo_jax.run.prompt_sets import asked_too_often, dated, held_out_prompts
 from dapo_jax.text.tokenizers import Tokenizer
 
 FORMS = (
@@ -56,8 +56,7 @@ def _shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
 def evaluation_data(subject: Subject) -> Found:
     """Checks that there are prompts to evaluate on."""
     data, evaluation = dated(subject.config.data), subject.config.eval
-    rows = held_out_rows(data, evaluation, subject.rows)
-    found = held_out_prompts(data, evaluation, subject.tokenizer, rows)
+    found = held_out_prompts(data, evaluation, subject.tokenizer, rows=subject.rows)
     return Found(", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in found.items()))
 
 

@@ -14,7 +14,7 @@ from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.plan.plan import Plan, plan
 from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.policy import description_of, source_of
-from dapo_jax.run.prompt_sets import GivenRows, dated, training_prompts, training_rows
+from dapo_jax.run.prompt_sets import GivenRows, dated, training_prompts
 from dapo_jax.storage import AnyPath, entries, size_of
 from dapo_jax.text.tokenizers import Tokenizer
 
@@ -80,7 +80,7 @@ class Subject:
     def training(self) -> tuple[PromptSource, Sequence[str]]:
         """The prompts to train on, and notes about them."""
         data, seed = dated(self.config.data), self.config.seed
-        source, asked = training_prompts(data, self.tokenizer, training_rows(data, self.rows), seed=seed)
+        source, asked = training_prompts(data, self.tokenizer, seed=seed, rows=self.rows)
         return source, asked.notes
 
     def prompts(self, count: int) -> list[Prompt]:

@@ -34,14 +34,7 @@ from dapo_jax.run.programs import (
     taught_by,
     updater_of,
 )
-from dapo_jax.run.prompt_sets import (
-    GivenRows,
-    asked_too_often,
-    held_out_prompts,
-    held_out_rows,
-    training_prompts,
-    training_rows,
-)
+from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.resume_point import (
     CHECKPOINT,
     ResumePoint,
@@ -96,10 +89,12 @@ class Run:
                 f"advantage.rewards=apart needs 2 or more graders, found {len(graders)}: set advantage.rewards=summed"
             )
         environment = environment_of(config.environment, reward=reward)
-        say("preparing prompts")
+        say("preparing prompts")  # before the weights load, which takes longer
+        tokenizer = load_policy(model, weights=False).tokenizer
+        self._prompts, asked = training_prompts(data, tokenizer, seed=config.seed, rows=prompts)
         evaluates = prompts is None or eval_rows is not None
-        datasets = training_rows(data, prompts)
-        held_out = held_out_rows(data, config.eval, eval_rows) if evaluates else []
+        self.held_out = held_out_prompts(data, config.eval, tokenizer, rows=eval_rows) if evaluates else {}
+        """Maps the name of each evaluation dataset to its prompts. Empty if the run has no evaluation."""
         self._has_reference = has_reference(config, objective or objective_of(config.loss))
         say(f"loading {model.source}")
         # A resumed run uses the initial weights only as the reference policy or as the base model under LoRA adapters.
@@ -135,8 +130,6 @@ class Run:
             recurrent=decoder.delta is not None,
         )
         self._optimizer = optimizer_of(config.optimizer)
-        tokenizer = self.policy.tokenizer
-        self._prompts, asked = training_prompts(data, tokenizer, datasets, seed=config.seed)
         kinds = Counter(device.device_kind for device in self._mesh.devices.flat)
         devices = " and ".join(f"{count} x {kind}" for kind, count in kinds.items())
         rows = self._prompts.rows_per_epoch
@@ -190,8 +183,6 @@ class Run:
             on_look=lambda: watch.note("sampling tokens"),
         )
         self.notes += sampler.notes
-        self.held_out = held_out_prompts(data, config.eval, tokenizer, held_out)
-        """Maps the name of each evaluation dataset to its prompts. Empty if the run has no evaluation."""
         if not evaluates and config.eval.every_steps:
             self.notes.append("prompts were given without eval_rows, so there is no evaluation")
         self.sampling = GroupSampling(

@@ -21,8 +21,6 @@ from dapo_jax.text.tokenizers import Tokenizer
 
 GivenRows = Sequence[Mapping[str, Any]]
 """Rows that are passed from Python instead of a dataset."""
-Datasets = Sequence[tuple[SourceConfig, GivenRows]]
-"""Datasets and their rows, which are a list if they were given from Python. They are read before the model is loaded, because that takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,36 +39,35 @@ def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
     return replace(data, template_date=day)
 
 
-def training_rows(data: DataConfig, rows: GivenRows | None = None) -> Datasets:
-    """Returns the datasets to train on: the given rows, or the configured dataset or mixture. Raises ConfigError if one cannot be read."""
-    mixed = entries("data.mixture", data.mixture, SourceConfig) if rows is None else []
-    return _read(data, mixed or [_own_source(data, data.train_split)], rows, role="train")
-
-
 def training_prompts(
-    data: DataConfig, tokenizer: Tokenizer, datasets: Datasets, *, seed: int
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
 ) -> tuple[PromptSource, Asked]:
-    """Returns the prompts of the datasets from `training_rows`, without prompts that are too long.
+    """Returns the prompts to train on, from the given rows or the configured dataset or mixture, without prompts that are too long.
 
     Raises:
-        ConfigError: a prompt cannot be tokenized, or all prompts of a dataset are too long.
+        ConfigError: a dataset cannot be read, or all of its prompts are too long.
     """
+    sources = [_own_source(data, data.train_split)]
+    if data.mixture and rows is None:
+        sources = entries("data.mixture", data.mixture, SourceConfig)
     given: list[GivenRows] = []
     parts: list[Sequence[int]] = []
     notes: list[str] = []
     identity: list[Mapping[str, Any]] = []
-    for source, loaded in datasets:
-        with _named(source, given=isinstance(loaded, list)):
+    for source in sources:
+        with _named(source, given=rows is not None):
+            loaded = _load(data, source, role="train") if rows is None else LoadedRows(checked_rows(rows))
             lengths, digests = measured_prompts(loaded, tokenizer, PromptFormat(data))
             kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
-            if not len(kept):
+            if len(loaded) and not len(kept):
                 raise ValueError(
                     f"all {len(loaded):,} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}; the shortest "
                     f"has {lengths.min()} tokens; raise data.max_prompt_tokens"
                 )
-        notes += filter(None, [getattr(loaded, "note", "")])
+        if loaded.note:
+            notes.append(loaded.note)
         if dropped := len(loaded) - len(kept):
-            whose = "the rows given from Python" if isinstance(loaded, list) else source.title
+            whose = source.title if rows is None else "the rows given from Python"
             notes.append(
                 f"{whose}: {dropped:,} of {len(loaded):,} prompts are longer than "
                 f"data.max_prompt_tokens={data.max_prompt_tokens} and are left out"
@@ -87,7 +84,7 @@ def training_prompts(
         prompt_format=PromptFormat(data),
         shuffle=data.shuffle,
         parts=parts,
-        weights=[source.weight for source, _ in datasets],
+        weights=[source.weight for source in sources],
     )
     return source, Asked(notes=notes, identity=identity)
 
@@ -103,23 +100,19 @@ def asked_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
     )
 
 
-def held_out_rows(data: DataConfig, config: EvalConfig, rows: GivenRows | None = None) -> Datasets:
-    """Returns the datasets to evaluate on: the given rows, `eval.datasets`, or the eval split of `data.source`. Raises ConfigError if one cannot be read."""
-    own = [_own_source(data, data.eval_split)]
-    return _read(data, own if rows is not None else _evaluation_sources(data, config), rows, role="test")
-
-
 def held_out_prompts(
-    data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, datasets: Datasets
+    data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None
 ) -> dict[str, list[Prompt]]:
-    """Returns the prompts of the datasets from `held_out_rows`, by the name of the dataset.
+    """Returns the prompts of each evaluation dataset by name. The datasets are the given rows, or `eval.datasets`, or the eval split of `data.source`.
 
     Raises:
-        ConfigError: a prompt is too long. Long prompts are not left out, because that would change the score.
+        ConfigError: a dataset cannot be read, or a prompt is too long. Long prompts are not left out, because that would change the score.
     """
     found: dict[str, list[Prompt]] = {}
-    for source, asked in datasets:
-        with _named(source, given=isinstance(asked, list)):
+    own = [_own_source(data, data.eval_split)]
+    for source in _evaluation_sources(data, config) if rows is None else own:
+        with _named(source, given=rows is not None):
+            asked = _load(data, source, role="test") if rows is None else checked_rows(rows)
             found[source.title] = held_out(
                 asked,
                 tokenizer,
@@ -166,16 +159,6 @@ def _evaluation_sources(data: DataConfig, config: EvalConfig) -> list[SourceConf
 
 def _own_source(data: DataConfig, split: str) -> SourceConfig:
     return SourceConfig(source=data.source, path=data.path, source_options=data.source_options, split=split)
-
-
-def _read(
-    data: DataConfig, sources: Sequence[SourceConfig], rows: GivenRows | None, *, role: str
-) -> Datasets:
-    found = list[tuple[SourceConfig, GivenRows]]()
-    for source in sources:
-        with _named(source, given=rows is not None):
-            found.append((source, _load(data, source, role=role) if rows is None else checked_rows(rows)))
-    return found
 
 
 def _load(data: DataConfig, source: SourceConfig, *, role: str) -> LoadedRows:

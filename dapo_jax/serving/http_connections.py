@@ -27,6 +27,7 @@ _OWN_DESCRIPTORS = 48
 _TURNS = 5
 """Number of event-loop iterations before a waiting connection is closed to make room, so that requests that have already arrived are read first."""
 _LEAST = 8
+_BACKLOG = 1024
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 )
@@ -52,9 +53,14 @@ class Connections:
         self._tasks: list[asyncio.Task[None]] = []
         self._listener: socket.socket | None = None
 
-    def listen(self, listener: socket.socket, server: web.Server) -> int:
-        """Starts to accept connections to `listener`, and returns its port."""
-        self._listener = listener
+    def listen(self, host: str, port: int, server: web.Server) -> int:
+        """Starts to accept connections at an address, and returns the port.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        [family, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self._tasks = [
             asyncio.create_task(self._accept(self._listener, server)),

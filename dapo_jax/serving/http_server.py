@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 import ipaddress
-import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -19,14 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from dapo_jax.serving.http_connections import Connections
 from dapo_jax.serving.http_requests import read_chat, read_completions, read_generate
 from dapo_jax.serving.request_loop import NewTokens, RequestError, RequestLoop, stopping
-from dapo_jax.serving.served_requests import (
-    GRACE_S,
-    CheckedRequest,
-    ServedLimits,
-    ServerThread,
-    listening,
-    sampled,
-)
+from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimits, ServerThread, sampled
 from dapo_jax.serving.text import GrowingText, decoded
 from dapo_jax.terminal import visible
 from dapo_jax.text.tokenizers import token_bytes
@@ -178,14 +170,14 @@ class HttpServer(ServerThread):
         host, port: see `ServerThread`.
         api_key: bearer token that every route except `/health` requires. If empty, no key is required.
         say: logs errors in the server itself.
-        log: logs one line for each request: method, path, status, tokens of the prompt and of the responses, and seconds.
+        log: logs each request as one line: method, path, status, tokens of the prompt and of the responses, seconds.
     """
 
     def __init__(
         self, requests: RequestLoop, limits: ServedLimits, *, host: str, port: int, api_key: str, say: Callable[[str], None],
-        log: Callable[[str], None] = lambda line: None, listener: socket.socket | None = None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        super().__init__(host, port, listener)
+        super().__init__(host, port)
         self._log = log
         self._requests, self._limits, self._say, self._api_key = requests, limits, say, api_key.encode()
         self._created, self._stopping = int(time.time()), False
@@ -197,7 +189,7 @@ class HttpServer(ServerThread):
 
     async def _listen(self) -> int:
         most = _BODY_BYTES + _BODY_BYTES_PER_TOKEN * self._limits.max_prompt_tokens
-        app = web.Application(middlewares=[self._guard], client_max_size=most)
+        app = web.Application(middlewares=[self._logged, self._guard], client_max_size=most)
         app.router.add_post("/inference/v1/generate", partial(self._sample, read_generate, GenerateAnswer))
         app.router.add_post("/v1/chat/completions", partial(self._sample, read_chat, ChatAnswer))
         app.router.add_post("/v1/completions", self._complete)
@@ -208,8 +200,7 @@ class HttpServer(ServerThread):
         await self._runner.setup()
         assert self._runner.server is not None
         self._loop.set_exception_handler(self._failed)
-        listener = self._listener or listening(self._host, self._port)
-        return self._connections.listen(listener, self._runner.server)
+        return self._connections.listen(self._host.strip("[]"), self._port, self._runner.server)
 
     async def _close(self) -> None:
         self._stopping = True
@@ -224,35 +215,42 @@ class HttpServer(ServerThread):
             self._say(visible(f"the HTTP server: {context.get('message')}: {error!r:.200}"))
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Checks whether the client may send the request, and converts every error to a response."""
-        self._connections.waits(request.protocol, _PATIENCE_S + 1.0)
-        began, name = time.monotonic(), f"{request.method} {request.raw_path[:200]}"
-        response: web.StreamResponse | None = None
+    async def _logged(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        began, status = time.monotonic(), "disconnected"
         try:
-            self._check(request)
             response = await handler(request)
-        except RequestError as error:
-            response = _error(error)
-        except (web.RequestPayloadError, HttpProcessingError) as error:
-            response = _error(_malformed(f"{type(error).__name__} {error}"))
-        except web.HTTPException as error:
-            response = _error(self._of_aiohttp(request, error))
-        except (ConnectionError, asyncio.CancelledError):
-            raise  # the client has disconnected, so no answer can be sent
-        except Exception as error:
-            self._say(_line(f"{name} failed with {type(error).__name__}: {error}"))
-            response = _error(_own_failure())
+            status = str(response.status)
+            return response
         finally:
-            self._connections.waits(request.protocol)
-            status = "disconnected" if response is None else response.status
             usages = [answer.usage() for answer in request.get("answers", ())]
             prompt, sampled = (
                 sum(usage[f"{kind}_tokens"] for usage in usages) for kind in ("prompt", "completion")
             )
             seconds = time.monotonic() - began
-            self._log(_line(f"{name} {status} {prompt}+{sampled} tokens {seconds:.2f} s"))
-        return response
+            self._log(f"{_named(request)} {status} {prompt}+{sampled} tokens {seconds:.2f} s")
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Checks whether the client may send the request, and converts every error to a response."""
+        self._connections.waits(request.protocol, _PATIENCE_S + 1.0)
+        try:
+            self._check(request)
+            return await handler(request)
+        except RequestError as error:
+            return _error(error)
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            return _error(_malformed(f"{type(error).__name__} {error}"))
+        except web.HTTPException as error:
+            return _error(self._of_aiohttp(request, error))
+        except (ConnectionError, asyncio.CancelledError):
+            raise  # the client has disconnected, so no answer can be sent
+        except Exception as error:
+            self._say(
+                f"{_named(request)} failed with {type(error).__name__}: {' '.join(visible(str(error)).split())}"
+            )
+            return _error(_own_failure())
+        finally:
+            self._connections.waits(request.protocol)
 
     def _check(self, request: web.Request) -> None:
         """Raises a `RequestError` if the request is not authorized, or if the server is stopping."""
@@ -316,8 +314,7 @@ class HttpServer(ServerThread):
         self._connections.works(request.protocol)
         # Parsing runs in a thread, because tokenizing a prompt of several megabytes must not delay other requests.
         asked = await asyncio.to_thread(read, content, limits)
-        answer = kind(asked, limits)
-        request["answers"] = [answer]
+        request["answers"] = [answer := kind(asked, limits)]
         async with sampled(self._requests, asked) as arriving:
             if asked.stream and isinstance(answer, ChatAnswer):
                 return await _streamed(request, answer, arriving)
@@ -373,9 +370,9 @@ def _malformed(reason: str, status: int = 400) -> RequestError:
     return RequestError(text, status=status, code="malformed")
 
 
-def _line(text: str) -> str:
-    """Returns untrusted text as one line."""
-    return " ".join(visible(text).split())
+def _named(request: web.Request) -> str:
+    """Returns the method and the path of a request, which cannot break a line."""
+    return " ".join(visible(f"{request.method} {request.raw_path[:200]}").split())
 
 
 def _name_of(host: str) -> str:

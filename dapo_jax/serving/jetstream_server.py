@@ -1,7 +1,6 @@
 """A gRPC server for JetStream's protocol. It uses the same request loop as the HTTP server."""
 
 import asyncio
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -38,14 +37,12 @@ class JetStreamServer(ServerThread):
 
     def __init__(
         self, requests: RequestLoop, limits: ServedLimits, prompt_format: PromptFormat = AS_IT_STANDS, *,
-        host: str, port: int, say: Callable[[str], None], listener: socket.socket | None = None,
+        host: str, port: int, say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        super().__init__(host, port, listener)
+        super().__init__(host, port)
         self._requests, self._limits, self._format, self._say = requests, limits, prompt_format, say
 
     async def _listen(self) -> int:
-        if self._listener is not None:
-            self._listener.close()  # because gRPC opens a socket of its own
         # Without this option, two servers could share a port, and each would receive some of the requests.
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         port = self._server.add_insecure_port(self.address)

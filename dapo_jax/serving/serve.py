@@ -1,5 +1,6 @@
 """Implements `dapo-jax serve`, which serves a model or a run over HTTP or JetStream's gRPC protocol. The engine is the same as in training."""
 
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -25,13 +26,7 @@ from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.requests import OwnOptions
 from dapo_jax.serving.request_loop import RequestLoop
-from dapo_jax.serving.served_requests import (
-    GRACE_S,
-    ServedLimits,
-    ServerThread,
-    cannot_listen,
-    listening,
-)
+from dapo_jax.serving.served_requests import GRACE_S, ServedLimits, ServerThread
 from dapo_jax.terminal import visible
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.training.state import state_structs
@@ -209,10 +204,7 @@ def _serve(
     """Runs a server until Ctrl-C. `server_of` returns a function that builds the server. `greeting` is appended to the start-up message."""
     use_compilation_cache(options.compilation_cache)
     with ExitStack() as ends:
-        try:  # before the model is loaded, which takes long
-            listener = ends.enter_context(listening(options.host, options.port))
-        except OSError as error:
-            raise ConfigError(str(cannot_listen(f"{options.host}:{options.port}", error))) from error
+        held = ends.enter_context(_held(options.host, options.port))
         follower = None
         if options.follow_s is not None:
             follower = Follower(source, options.follow_s, say)
@@ -224,9 +216,9 @@ def _serve(
         limits = limits_of(source, policy, options, name=name)
         make = server_of(policy, limits)
         requests, transfer = request_loop(policy, options, limits)
-        server = make(requests, host=options.host, port=options.port, listener=listener)
+        server = make(requests, host=options.host, port=held.getsockname()[1])
         ends.enter_context(requests)
-        _answer_once(requests, limits)
+        _answer_once(requests, limits.decoding)
         try:
             ends.enter_context(server)
         except OSError as error:
@@ -247,13 +239,29 @@ def _serve(
     raise RuntimeError(f"the engine has failed: {requests.failure!r}") from requests.failure
 
 
-def _answer_once(requests: RequestLoop, limits: ServedLimits) -> None:
+def _held(host: str, port: int) -> socket.socket:
+    """Returns a socket that holds an address while the model is loaded. It refuses connections, and the server may listen on the same address later."""
+    try:
+        [family, *_] = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        held = socket.socket(family)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host.strip("[]"), port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; --port 0 picks a free port"
+        ) from error
+    return held
+
+
+def _answer_once(requests: RequestLoop, decoding: DecodingOptions) -> None:
     """Answers one request of each kind, so that nothing is compiled once the server is ready."""
-    answers, own = SimpleQueue[Any](), OwnOptions(decoding=limits.decoding)
+    answers, own = SimpleQueue[Any](), OwnOptions(decoding=decoding)
     seeded = replace(own, key=jax.random.fold_in(jax.random.key(0), np.uint32(0)))
     for options, scores in ((own, False), (seeded, False), (own, True)):
-        how: dict[str, Any] = {"count": 1, "max_tokens": 1, "listener": answers.put, "scores": scores}
-        requests.submit(np.zeros(1, np.int32), options, **how)
+        prompt = np.zeros(1, np.int32)
+        requests.submit(prompt, options, count=1, max_tokens=1, listener=answers.put, scores=scores)
         if isinstance(failure := answers.get(), BaseException):
             raise RuntimeError(f"the engine has failed: {failure!r}") from failure
 

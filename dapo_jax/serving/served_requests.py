@@ -1,7 +1,6 @@
 """Code that both servers share: checking requests, receiving sampled tokens, and running a server in its own thread."""
 
 import asyncio
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -20,8 +19,6 @@ from dapo_jax.text.tokenizers import Tokenizer
 
 GRACE_S = 10
 """Seconds that running requests have to finish when a server stops."""
-
-_BACKLOG = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,19 +100,6 @@ class ServedLimits:
         return ids
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens on a host name or address. Clients that connect to it wait until a server accepts them."""
-    host = host.strip("[]")
-    [family, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-
-
-def cannot_listen(address: str, error: Exception) -> OSError:
-    """Returns an error with the address, the reason and the remedy."""
-    reason = getattr(error, "strerror", None) or error
-    return OSError(f"cannot listen on {address}: {reason}; --port 0 picks a free port")
-
-
 @asynccontextmanager
 async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator[AsyncIterator[NewTokens]]:
     """Submits a request, and yields an iterator over the new tokens of its responses. Leaving the context cancels unfinished responses.
@@ -159,13 +143,12 @@ class ServerThread(ABC):
     Args:
         host: the network interface, such as 127.0.0.1, or [::] for all interfaces.
         port: the port, or 0 to pick a free port.
-        listener: the socket that `listening` returned for this address. If None, the server opens one.
     """
 
-    def __init__(self, host: str, port: int, listener: socket.socket | None = None) -> None:
-        self.address = f"{host}:{listener.getsockname()[1] if listener else port}"
+    def __init__(self, host: str, port: int) -> None:
+        self.address = f"{host}:{port}"
         """HOST:PORT. Once the server has started, PORT is the port in use."""
-        self._host, self._port, self._listener = host, port, listener
+        self._host, self._port = host, port
 
     @abstractmethod
     async def _listen(self) -> int:
@@ -188,7 +171,8 @@ class ServerThread(ABC):
             self.address = f"{self._host}:{self._result(self._listen())}"
         except (OSError, RuntimeError) as error:
             self.__exit__()
-            raise cannot_listen(self.address, error) from error
+            reason = getattr(error, "strerror", None) or error
+            raise OSError(f"cannot listen on {self.address}: {reason}; --port 0 picks a free port") from error
         return self
 
     def __exit__(self, *_: object) -> None:

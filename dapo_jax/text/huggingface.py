@@ -269,47 +269,68 @@ class HuggingFaceTokenizer:
         return read_object(self.files[name], f"{self._place}/{name}") if name in self.files else {}
 
 
-class CharTokenizer(HuggingFaceTokenizer):
-    """Uses one token per character of a fixed alphabet. Ids follow the alphabet's order, after the padding token (0) and the end token (1).
+class _Untrained(HuggingFaceTokenizer):
+    """A tokenizer that needs no training. Its tokens have the ids 2, 3, ..., after the padding token (0) and the end token (1)."""
+
+    def __init__(
+        self, name: str, tokens: str, chat_template: ChatTemplate | None, **parts: Mapping[str, Any]
+    ) -> None:
+        """Writes the files that transformers loads too. `tokens` are single characters, and `parts` the other parts of tokenizer.json."""
+        # The first character of the special tokens is no token, so that no text of an alphabet can spell them out.
+        mark = next(char for char in map(chr, count(ord("["))) if char not in tokens)
+        special = (f"{mark}PAD]", f"{mark}END]")
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+        added = [{"id": number, "content": text, **flags} for number, text in enumerate(special)]
+        vocabulary = {text: number for number, text in enumerate([*special, *tokens])}
+        described = {**parts, "added_tokens": added, "model": {**parts["model"], "vocab": vocabulary}}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= {"pad_token": special[0], "eos_token": special[1]}
+        files = {
+            _TOKENIZER: json.dumps(described, ensure_ascii=False) + "\n",
+            _CONFIG: json.dumps(config) + "\n",
+        }
+        files |= {} if chat_template is None else {_TEMPLATE: chat_template.source}
+        super().__init__({file: text.encode() for file, text in files.items()}, place=name)
+
+
+class ByteTokenizer(_Untrained):
+    """Uses one token per UTF-8 byte, so it encodes any text. Bytes that are not valid UTF-8 are decoded to U+FFFD.
+
+    >>> ByteTokenizer().encode("A=").tolist()
+    [67, 63]
+    """
+
+    def __init__(self, *, chat_template: ChatTemplate | None = None) -> None:
+        """Names the bytes by the characters of byte-level vocabularies."""
+        tokens = "".join(sorted(_byte_level(), key=_byte_level().__getitem__))
+        pieces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        parts = {"pre_tokenizer": pieces, "decoder": pieces, "model": {"type": "BPE", "merges": []}}
+        super().__init__("byte", tokens, chat_template, **parts)
+
+
+class CharTokenizer(_Untrained):
+    """Uses one token per character of a fixed alphabet, in the alphabet's order.
 
     >>> CharTokenizer("0123456789+=").encode("1+2").tolist()
     [3, 12, 4]
+
+    Raises:
+        ValueError: the alphabet is empty or repeats a character.
     """
 
     def __init__(self, alphabet: str, *, chat_template: ChatTemplate | None = None) -> None:
-        """Builds the files that the library `tokenizers` and transformers load.
-
-        Raises:
-            ValueError: the alphabet is empty or repeats a character.
-        """
+        """Checks the alphabet. There is no token [UNK], so the encoding methods refuse other characters."""
         repeated = sorted({char for char in alphabet if alphabet.count(char) > 1})
         if repeated or not alphabet:
             problem = f"repeats {repeated}" if repeated else "is empty"
             raise ValueError(
                 f"alphabet {alphabet!r} {problem}; give every character of prompts and responses once"
             )
-        # The first character of the special tokens is not in the alphabet, so no text can spell them out.
-        mark = next(char for char in map(chr, count(ord("["))) if char not in alphabet)
-        self.alphabet, special = alphabet, (f"{mark}PAD]", f"{mark}END]")
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-        added = [{"id": number, "content": text, **flags} for number, text in enumerate(special)]
-        vocabulary = {text: number for number, text in enumerate([*special, *alphabet])}
-        described = {
-            "added_tokens": added,
-            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
-            "decoder": {"type": "Fuse"},
-            # An unknown character is an error, because the vocabulary has no token [UNK].
-            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
-        }  # fmt: skip
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config |= {"pad_token": special[0], "eos_token": special[1]}
-        written = {
-            name: json.dumps(content, ensure_ascii=False).encode() + b"\n"
-            for name, content in ((_TOKENIZER, described), (_CONFIG, config))
-        }
-        if chat_template is not None:
-            written[_TEMPLATE] = chat_template.source.encode()
-        super().__init__(written, place=f"char:{alphabet}")
+        self.alphabet = alphabet
+        pieces = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        model = {"type": "WordLevel", "unk_token": "[UNK]"}
+        parts = {"pre_tokenizer": pieces, "decoder": {"type": "Fuse"}, "model": model}
+        super().__init__(f"char:{alphabet}", alphabet, chat_template, **parts)
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

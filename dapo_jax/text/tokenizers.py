@@ -6,21 +6,15 @@ tokenizers of pretrained models.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Int32
 
-from dapo_jax.storage import file_bytes, files_of, path_of, write_whole
+from dapo_jax.storage import file_bytes, files_of, path_of
 from dapo_jax.text.chat import ChatTemplate, template_of
-from dapo_jax.text.huggingface import CharTokenizer, HuggingFaceTokenizer
+from dapo_jax.text.huggingface import ByteTokenizer, CharTokenizer, HuggingFaceTokenizer
 from dapo_jax.text.plain_json import read_object
-
-PAD_ID = 0
-EOS_ID = 1
-_SPECIALS = 2
-"""Number of special ids: the padding token and the end token. Ordinary tokens follow them."""
 
 _FILE_NAME, _TEMPLATE_NAME = "tokenizer.json", "chat_template.jinja"
 
@@ -68,49 +62,6 @@ class Tokenizer(Protocol):
         """Returns the text of `ids` without special tokens."""
 
 
-@dataclass(frozen=True)
-class ByteTokenizer:
-    """Uses one token per UTF-8 byte, so it encodes any text without training. The vocabulary consists of 2 special ids and 256 bytes.
-
-    >>> ByteTokenizer().encode("A=").tolist()
-    [67, 63]
-    """
-
-    vocab_size: int = field(default=_SPECIALS + 256, init=False)
-    pad_id: int = field(default=PAD_ID, init=False)
-    eos_id: int = field(default=EOS_ID, init=False)
-    stop_ids: tuple[int, ...] = field(default=(EOS_ID,), init=False)
-    chat_template: ChatTemplate | None = field(default=None, compare=False, kw_only=True)
-
-    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the bytes of `text`, offset by the number of special ids. No text can spell out a special token."""
-        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) + np.int32(_SPECIALS)
-
-    encode_plain = encode_guarded = encode_prompt = encode
-
-    def guarded(self, text: str) -> str:
-        """Returns the text unchanged, because it cannot spell out a special token."""
-        return text
-
-    def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """Returns the text of `ids`. Bytes that are not valid UTF-8 become U+FFFD.
-
-        Raises:
-            ValueError: an id is outside the vocabulary.
-        """
-        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"token {int(outside[0])} is outside the tokenizer's vocabulary of {self.vocab_size}; "
-                "the model's vocab_size must equal the tokenizer's"
-            )
-        return bytes((ids[ids >= _SPECIALS] - _SPECIALS).tolist()).decode("utf-8", errors="replace")
-
-    def token_bytes(self, token: int) -> bytes | None:
-        """Returns the byte that the token represents, if any, or None for an id outside the vocabulary."""
-        return bytes([token - _SPECIALS] * (token >= _SPECIALS)) if 0 <= token < self.vocab_size else None
-
-
 def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
     """Returns the tokenizer named `byte` or `char:ALPHABET`.
 
@@ -127,21 +78,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
     """Writes the tokenizer's files to `folder`, which is created if necessary.
 
     Raises:
-        ValueError: the tokenizer is neither from this module nor from a Hugging Face folder.
+        ValueError: the tokenizer is of another library.
     """
-    place = path_of(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokenizer.save(folder)
-        return
-    if not isinstance(tokenizer, ByteTokenizer):
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise ValueError(
             f"a {type(tokenizer).__name__} cannot be written to a model folder; use a ByteTokenizer, a CharTokenizer or a "
             "HuggingFaceTokenizer"
         )
-    write_whole(place / _FILE_NAME, b'{"type": "dapo_jax.byte"}\n')
-    if tokenizer.chat_template is not None:
-        write_whole(place / _TEMPLATE_NAME, tokenizer.chat_template.source.encode("utf-8"))
+    tokenizer.save(folder)
 
 
 def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:

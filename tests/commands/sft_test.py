@@ -22,7 +22,7 @@ from dapo_jax.config import (
 from dapo_jax.data import PairSource
 from dapo_jax.locks import take
 from dapo_jax.run.policy import load_policy
-from dapo_jax.run.prompt_sets import training_prompts, training_rows
+from dapo_jax.run.prompt_sets import training_prompts
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
 
@@ -60,8 +60,10 @@ def warmed(config):
         ("data", {"source": "jsonl", "path": "/missing.jsonl"}, r"/missing\.jsonl"),
     ],
 )
-def test_the_grader_and_the_data_are_checked_before_the_model(section, change, message, config, tmp_path):
-    changed = replace(config, run_dir=str(tmp_path / "run"), model=ModelConfig(source="/no/model"))
+def test_the_grader_and_the_data_are_checked_before_the_weights(
+    section, change, message, config, model_without_weights, tmp_path
+):
+    changed = replace(config, run_dir=str(tmp_path / "run"), model=ModelConfig(source=model_without_weights))
     with pytest.raises(ConfigError, match=message):
         sft(replace(changed, **{section: replace(getattr(config, section), **change)}))
 
@@ -112,7 +114,7 @@ def test_the_model_is_written_as_a_folder_that_is_read_back(config, warmed):
 def test_pairs_are_asked_through_the_chat_template_and_end_the_assistant_s_turn(config, chat_model):
     data = replace(config.data, chat=True, system_prompt="Add.", max_prompt_tokens=64)
     policy = load_policy(ModelConfig(source=chat_model))
-    prompts, _ = training_prompts(data, policy.tokenizer, training_rows(data), seed=0)
+    prompts, _ = training_prompts(data, policy.tokenizer, seed=0)
     prompt, response = PairSource(prompts, policy.tokenizer, seed=0, max_response_tokens=64)[0]
     question = policy.tokenizer.decode(prompt).split("user\n")[1].split("\n")[0]
     text = (

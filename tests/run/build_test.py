@@ -43,9 +43,18 @@ def test_a_minibatch_with_nothing_left_is_no_update(micro, rows):
         ({"eval__datasets": [{"source": "jsonl", "path": "/held_out.jsonl"}]}, r"/held_out\.jsonl"),
     ],
 )
-def test_the_grader_and_the_data_are_checked_before_the_model(changes, message, micro, data_dir):
+def test_the_grader_and_the_data_are_checked_before_the_weights(
+    changes, message, micro, data_dir, model_without_weights
+):
     with pytest.raises(ConfigError, match=message):
-        Run(micro(model__source="/no/model", data__data_dir=data_dir, **changes))
+        Run(
+            micro(
+                model__source=model_without_weights,
+                data__data_dir=data_dir,
+                data__max_prompt_tokens=5,
+                **changes,
+            )
+        )
 
 
 def test_the_first_note_has_the_devices_the_parameters_and_the_prompts(micro, rows):

@@ -7,14 +7,7 @@ from datetime import date
 import pytest
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig
-from dapo_jax.run.prompt_sets import (
-    dated,
-    held_out_prompts,
-    held_out_rows,
-    joined,
-    training_prompts,
-    training_rows,
-)
+from dapo_jax.run.prompt_sets import dated, held_out_prompts, joined, training_prompts
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer
 
@@ -39,23 +32,15 @@ def one(folder, name, **options):
     return data(folder, source="jsonl", path=str(folder / f"{name}.jsonl"), **options)
 
 
-def training(data, rows=None, *, seed=0):
-    return training_prompts(data, TOKENIZER, training_rows(data, rows), seed=seed)
-
-
-def held_out(data, evaluation, rows=None):
-    return held_out_prompts(data, evaluation, TOKENIZER, held_out_rows(data, evaluation, rows))
-
-
 def test_an_epoch_has_the_whole_dataset(sums):
-    source, found = training(one(sums, "sums"))
+    source, found = training_prompts(one(sums, "sums"), TOKENIZER, seed=0)
     asked = [source[ordinal].text for ordinal in range(20)]
     assert sorted(asked) == sorted(f"{a}+1" for a in range(20))
     assert list(found.notes) == ["jsonl: 20 prompts from 20 rows"]
 
 
 def test_over_long_prompts_are_left_out_and_counted(sums):
-    source, found = training(one(sums, "more"))
+    source, found = training_prompts(one(sums, "more"), TOKENIZER, seed=0)
     assert source.rows_per_epoch == 9
     assert sorted(source[ordinal].text for ordinal in range(9)) == [f"{a}+2" for a in range(9)]
     assert found.notes[1].startswith("more: 1 of 10 prompts are longer than data.max_prompt_tokens=16")
@@ -63,12 +48,12 @@ def test_over_long_prompts_are_left_out_and_counted(sums):
 
 def test_the_template_counts_towards_the_length(sums):
     with pytest.raises(ConfigError, match=r"all 20 prompts are longer .*=16; .* 23 tokens"):
-        training(one(sums, "sums", prompt_template="x" * 20 + "{prompt}"))
+        training_prompts(one(sums, "sums", prompt_template="x" * 20 + "{prompt}"), TOKENIZER, seed=0)
 
 
 def test_rows_from_python_are_measured_too():
     rows = [{"prompt": "1", "answer": 1}, {"prompt": "1" * 99, "answer": 1}]
-    source, found = training(DataConfig(max_prompt_tokens=16), rows)
+    source, found = training_prompts(DataConfig(max_prompt_tokens=16), TOKENIZER, seed=0, rows=rows)
     assert [source[ordinal].text for ordinal in range(3)] == ["1"] * 3
     assert len(found.notes) == 1
 
@@ -79,7 +64,7 @@ def test_a_mixture_samples_by_weight(sums):
         {"source": "jsonl", "path": str(sums / "sums.jsonl")},
         {"source": "jsonl", "path": str(sums / "more.jsonl"), "weight": 3.0},
     ]
-    source, found = training(data(sums, source="mixture", mixture=parts), seed=1)
+    source, found = training_prompts(data(sums, source="mixture", mixture=parts), TOKENIZER, seed=1)
     asked = [source[ordinal] for ordinal in range(400)]
     count = Counter(prompt.row["source_row"].partition(",")[0] for prompt in asked)
     assert abs(count["sums.jsonl"] - 100) <= 2
@@ -91,18 +76,18 @@ def test_a_mixture_samples_by_weight(sums):
 def test_an_over_long_prompt_is_an_error_in_evaluation(sums):
     datasets = [{"source": "jsonl", "path": str(sums / "more.jsonl")}]
     with pytest.raises(ConfigError, match=r"'jsonl': more\.jsonl, line 10: the prompt has 50 tokens"):
-        held_out(one(sums, "sums"), EvalConfig(datasets=datasets))
+        held_out_prompts(one(sums, "sums"), EvalConfig(datasets=datasets), TOKENIZER)
 
 
 def test_a_mixture_needs_datasets_to_evaluate_on(sums):
     mixed = data(sums, source="mixture", mixture=[{"source": "jsonl", "path": str(sums / "sums.jsonl")}])
     with pytest.raises(ConfigError, match=r"eval\.datasets: found \[\]"):
-        held_out(mixed, EvalConfig())
+        held_out_prompts(mixed, EvalConfig(), TOKENIZER)
 
 
 def test_a_missing_split_is_reported_with_the_existing_ones(sums):
     with pytest.raises(ConfigError, match=r"data\.source='jsonl', split 'test': .* \['train'\]"):
-        held_out(one(sums, "sums"), EvalConfig())
+        held_out_prompts(one(sums, "sums"), EvalConfig(), TOKENIZER)
 
 
 def test_joined_lists_are_one_list():
@@ -114,7 +99,7 @@ def test_joined_lists_are_one_list():
 def test_a_conversation_without_a_chat_template_is_a_configuration_error():
     rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}]
     with pytest.raises(ConfigError, match=r"the rows given from Python: row 1: .* no chat template"):
-        held_out(DataConfig(source="rows"), EvalConfig(), rows)
+        held_out_prompts(DataConfig(source="rows"), EvalConfig(), TOKENIZER, rows=rows)
 
 
 def test_the_day_is_the_configured_one_or_the_run_s_or_today():
@@ -129,8 +114,8 @@ def test_the_day_is_the_configured_one_or_the_run_s_or_today():
 @pytest.mark.parametrize(
     "asked",
     [
-        lambda data, rows: training(data, rows),
-        lambda data, rows: held_out(data, EvalConfig(), rows),
+        lambda data, rows: training_prompts(data, TOKENIZER, seed=0, rows=rows),
+        lambda data, rows: held_out_prompts(data, EvalConfig(), TOKENIZER, rows=rows),
     ],
     ids=["training", "evaluation"],
 )

@@ -44,7 +44,7 @@ def test_other_machines_need_a_key(host):
     pytest.importorskip("aiohttp", reason="needs the extra http")
     with pytest.raises(ConfigError, match=f"--host {re.escape(host)} .*DAPO_JAX_API_KEY"):
         serve_http("no such model", HttpOptions(host=host))
-    with pytest.raises(ConfigError, match="no such model|cannot listen on"):
+    with pytest.raises(ConfigError, match=r"no such model|cannot listen on"):
         serve_http("no such model", HttpOptions(host=host, port=0, compilation_cache=""), api_key="key")
 
 

@@ -63,12 +63,6 @@ def test_unknown_character_is_named_with_its_position_and_the_alphabet(tmp_path)
         load_tokenizer(tmp_path).encode("1+x")
 
 
-@pytest.mark.parametrize("bad", [-1, 300])
-def test_id_outside_the_vocabulary_is_refused(bad):
-    with pytest.raises(ValueError, match=f"token {bad} is outside .* vocabulary of 258"):
-        ByteTokenizer().decode(np.array([2, bad], np.int32))
-
-
 ALPHABETS = ["0123456789+=:,?", "0123456789-:?<>", 'é"\\\n 中']
 
 
@@ -101,13 +95,17 @@ def test_characters_of_the_special_tokens_stay_characters():
 
 def test_transformers_would_find_an_ordinary_file(tmp_path):
     """transformers reads a fast tokenizer from these two files: the class, and the tokens that end and pad."""
-    save_tokenizer(CharTokenizer("1+"), tmp_path)
-    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert library.encode("1+1[END]").ids == [2, 3, 2, 1]
-    assert library.decode([2, 3, 1, 0]) == "1+"
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert [library.token_to_id(config[name]) for name in ("pad_token", "eos_token")] == [0, 1]
+    for tokenizer, ids in (
+        (CharTokenizer("1+"), [2, 3, 2]),
+        (ByteTokenizer(), [0x31 + 2, 0x2B + 2, 0x31 + 2]),
+    ):
+        save_tokenizer(tokenizer, tmp_path)
+        library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        assert library.encode(f"1+1{config['eos_token']}").ids == [*ids, 1]
+        assert library.decode([*ids, 1, 0]) == "1+1"
+        assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert [library.token_to_id(config[name]) for name in ("pad_token", "eos_token")] == [0, 1]
 
 
 @pytest.mark.parametrize(("alphabet", "words"), [("abcb", r"repeats \['b'\]"), ("", "empty")])
@@ -159,6 +157,15 @@ def test_a_model_may_have_more_rows_than_the_tokenizer_ids_but_not_fewer():
     check_vocabulary(SUMS, 64)
     with pytest.raises(ValueError, match=r"tokenizer has 14 ids .* 13 rows: ids from 13 on"):
         check_vocabulary(SUMS, 13)
+
+
+def test_the_ids_of_bytes_follow_the_padding_and_the_end_token(tmp_path):
+    """Id 2 + byte, also in a folder of the former format. U+10FFFF is F4 8F BF BF in UTF-8."""
+    write(tmp_path, {"tokenizer.json": b'{"type": "dapo_jax.byte"}'})
+    for tokenizer in (ByteTokenizer(), load_tokenizer(tmp_path)):
+        for text in ("\0 \x7f\n<|PAD|>", "é中🙂\U0010ffff"):
+            assert tokenizer.encode(text).tolist() == [2 + byte for byte in text.encode()]
+        assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.stop_ids) == (258, 0, (1,))
 
 
 def test_a_tokenizer_of_another_kind_cannot_be_saved(tmp_path):
