@@ -119,15 +119,14 @@ def _noted(message: str, error: BaseException) -> str:
 
 def _without_devices(error: BaseException) -> str:
     """Returns an error message if JAX found no device for the requested platforms, or an empty string for any other error."""
+    missing = gpu_settings.missing_plugin() if gpu_settings.asked() else ""
+    if isinstance(error, RuntimeError) and str(error).startswith(NO_BACKEND):
+        return f"{NO_BACKEND}: {missing}" if missing else str(error)
     where = traceback.extract_tb(error.__traceback__)
-    # If CUDA is requested but there is no GPU, JAX skips this platform and later fails an assertion.
-    skipped = isinstance(error, AssertionError) and where and where[-1].filename.endswith("xla_bridge.py")
-    refused = isinstance(error, RuntimeError) and str(error).startswith(NO_BACKEND)
-    if (skipped or refused) and gpu_settings.asked() and (missing := gpu_settings.missing_plugin()):
-        return f"{NO_BACKEND}: {missing}"
-    if skipped:
-        return f"{NO_BACKEND}: there is no device of this platform; set JAX_PLATFORMS=cpu, or unset it"
-    return str(error) if refused else ""
+    if isinstance(error, AssertionError) and where and where[-1].filename.endswith("xla_bridge.py"):
+        # If CUDA is requested but there is no GPU, JAX skips this platform and later fails an assertion.
+        return f"{NO_BACKEND}: {missing or 'there is no device of this platform; set JAX_PLATFORMS=cpu, or unset it'}"
+    return ""
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 from functools import partial
 
 from dapo_jax.cli.arguments import (
@@ -146,7 +145,7 @@ def serve(arguments: argparse.Namespace) -> int:
     say = partial(print, flush=True)
     if arguments.jetstream:
         serve(arguments.model, ServeOptions(**options), say=say)
-        return 0
-    key, log = os.environ.get(API_KEY, "").strip(), partial(print, file=sys.stderr, flush=True)
-    serve_http(arguments.model, HttpOptions(**options), api_key=key, say=say, log=log)
+    else:
+        key = os.environ.get(API_KEY, "").strip()
+        serve_http(arguments.model, HttpOptions(**options), api_key=key, say=say)
     return 0

@@ -184,31 +184,32 @@ def sample(
     check_value("seed", seed, int, Rules(range=SEED))
     run = run_at(source)
     own = EvaluateConfig() if run is None else load_evaluation(run / "config.yaml")
-    ends = {
-        "stop": list(stop) or own.sampling.stop,
-        "stop_token_ids": list(stop_token_ids) or own.sampling.stop_token_ids,
-    }
+    stop, stop_token_ids = (
+        list(stop or own.sampling.stop),
+        list(stop_token_ids or own.sampling.stop_token_ids),
+    )
+    ends = {"stop": stop, "stop_token_ids": stop_token_ids}
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, slots=slots, **ends)
     use_compilation_cache(compilation_cache)
     policy, sampler_of = _loaded(source, ParallelConfig(), sampling, "float32")
-    given = {"system_prompt": system_prompt, "chat_template_kwargs": dict(chat_template_kwargs or {})}
-    data = replace(own.data, **{name: value for name, value in given.items() if value})
-    chat = chat or data.chat
+    chat = chat or own.data.chat
     if run is not None and not chat and policy.tokenizer.chat_template is not None:
         with suppress(ConfigError):  # the dataset may not be on this machine
-            chat = any(not isinstance(rows[0]["prompt"], str) for rows in every_split(data).values())
-    data = replace(data, chat=chat)
-    longest = policy.decoder.max_positions - max_response_tokens
-    if longest < 1:
+            chat = any(not isinstance(rows[0]["prompt"], str) for rows in every_split(own.data).values())
+    variables = dict(chat_template_kwargs or own.data.chat_template_kwargs)
+    system_prompt = system_prompt or own.data.system_prompt
+    data = replace(own.data, chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
+    positions = policy.decoder.max_positions
+    if max_response_tokens >= positions:
+        needs = f"at most {positions - 1}, because the model has {positions} positions for the prompt and the response"
         raise ConfigError(
-            f"max_response_tokens={max_response_tokens} (--max-response-tokens): the model has {policy.decoder.max_positions} positions, for the prompt "
-            f"and the response: lower it to at most {policy.decoder.max_positions - 1}"
+            f"max_response_tokens={max_response_tokens} (--max-response-tokens) must be {needs}"
         )
     try:
         found = held_out(
             checked_rows([{"prompt": text, "answer": "-"} for text in prompts]),
             policy.tokenizer,
-            max_prompt_tokens=longest,
+            max_prompt_tokens=positions - max_response_tokens,
             prompt_format=PromptFormat(dated(data)),
         )
     except ValueError as error:

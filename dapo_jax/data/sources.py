@@ -72,21 +72,17 @@ def load_rows(
         return LoadedRows(reasoning_gym_rows(source_name.removeprefix(PREFIX), split, options))
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
     builder = _prepared(source_name, data_dir, files)
-    splits = builder.info.splits
+    splits, count = builder.info.splits, 0
     there = sorted(splits)
     if or_only and len(there) == 1:
         [split] = there
-    try:
-        count, problem = splits[split].num_examples, "it has no rows"
-    except ValueError as error:
-        count, problem = 0, str(error)
+    with contextlib.suppress(ValueError):  # raised for an unknown split, and for a slice beyond the last row
+        count = splits[split].num_examples
     if count <= 0:
-        if all(part.strip().partition("[")[0] in there for part in split.split("+")):
-            sizes = ", ".join(f"{name} has {splits[name].num_examples:,} rows" for name in there)
-            raise ValueError(f"dataset {source_name!r}, split {split!r}: {problem}; {sizes}")
+        sizes = " and ".join(f"{splits[name].num_examples:,}" for name in there)
         raise ValueError(
-            f"dataset {source_name!r} has no split {split!r}; it has {there}. To hold out the first 100 rows, for example, set "
-            f"data.eval_split={there[0]}[:100] and data.train_split={there[0]}[100:]"
+            f"dataset {source_name!r} has no rows in the split {split!r}; it has {there}, with {sizes} rows. To hold out the first 100 rows, for "
+            f"example, set data.eval_split={there[0]}[:100] and data.train_split={there[0]}[100:]"
         )
     source = builder.as_data_source(split=split)
     counts = (builder.info.metadata or {}).get(split.partition("[")[0], {})

@@ -44,14 +44,14 @@ def apply() -> None:
 
 
 def unused() -> str:
-    """Returns why JAX uses the CPU although this machine has an NVIDIA GPU or JAX_PLATFORMS names one, and the remedy. Empty if neither holds."""
+    """Returns why a program on the CPU does not use an NVIDIA GPU of this machine, or the GPU in JAX_PLATFORMS, and the remedy. Empty if there is none."""
     if not _there() and not asked():
         return ""
-    if missing := missing_plugin():
-        return missing
-    if asked() or not (platforms := os.environ.get("JAX_PLATFORMS")):
-        return "JAX cannot use an NVIDIA GPU: start with JAX_PLATFORMS=cuda, which reports the reason"
-    return f"JAX_PLATFORMS={platforms} excludes the NVIDIA GPU of this machine: unset it"
+    excluded = (
+        f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')} excludes the NVIDIA GPU of this machine: unset it"
+    )
+    other = "JAX cannot use an NVIDIA GPU: start with JAX_PLATFORMS=cuda, which reports the reason"
+    return missing_plugin() or (excluded if os.environ.get("JAX_PLATFORMS") and not asked() else other)
 
 
 def missing_plugin() -> str:

@@ -1,6 +1,6 @@
 """Computes the memory use of a device from the arrays that are resident while each program runs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dapo_jax.plan.compiled import ProgramMemory
@@ -157,16 +157,6 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "update_apply": ("update: optimizer step", {**accumulating, **loaded}),
     }
     return known.get(program) or known.get(program.partition("_")[0], ("", {}))
-
-
-def fullest_known(programs: Iterable[str], there: Resident, *, updates: int) -> Phase:
-    """Returns the phase with the largest resident arrays, largest first, which are known before its program is compiled."""
-    found = list[Phase]()
-    for program in programs:
-        name, parts = together(program, there, updates=updates)
-        ranked = sorted(parts.items(), key=lambda part: -part[1])
-        found.append(Phase(name=name, program=program, parts={part: size for part, size in ranked if size}))
-    return max(found, key=lambda phase: phase.total)
 
 
 def phases(programs: Mapping[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:

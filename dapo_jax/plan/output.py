@@ -124,47 +124,34 @@ def show_verdict(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
     limit, refusals = size(plan.limit), {one.name: one.refusal for one in plan.programs}
     totals = {name: needed_bytes(refusal) or 0 for name, refusal in refusals.items()}
     totals |= {phase.program: phase.total for phase in plan.phases}
-    scalars = [name for name in plan.failures if "memory space smem" in refusals[name]]
+    failed = sorted(plan.failures, key=lambda name: -totals[name])
     blocks: dict[str, list[ResidentPart]] = {}
-    for held in (held for name in plan.failures if name not in scalars for held in held_in(plan, name)):
-        own = held.part.startswith(("added by ", "all of "))
-        blocks.setdefault("arrays of a program itself" if own else held.part, []).append(held)
+    for name in (name for name in failed if "memory space smem" not in refusals[name]):
+        for held in held_in(plan, name):
+            own = held.part.endswith(f" {name}")  # added by it, or all of it
+            blocks.setdefault("arrays of a program itself" if own else held.part, []).append(held)
     for kind, parts in sorted(blocks.items(), key=lambda block: -max(held.bytes for held in block[1])):
-        largest = max(parts, key=lambda held: held.bytes)
-        named = f" ({largest.part})" * (kind != largest.part)
+        largest = max(held.bytes for held in parts)
+        console.print(f"{kind}: {size(largest)} of {limit} (programs: {len(parts)})")
+        ways = {way.change.partition("=")[0]: way for held in reversed(parts) for way in held.ways}
+        for way in ways.values():
+            console.print(f"    {way.change}" + f" frees {size(way.frees)}" * bool(way.frees))
+    if scalars := [name for name in failed if "memory space smem" in refusals[name]]:
         console.print(
-            f"{kind}: {size(largest.bytes)} of {limit}{named}, in {len(parts)} programs that do not fit"
+            f"scalar memory of a core (SMEM): too small for all page tables (programs: {len(scalars)})"
         )
-        ways = {
-            way.change: way.frees for held in sorted(parts, key=lambda held: held.bytes) for way in held.ways
-        }
-        for change, frees in ways.items():
-            console.print(f"    {change}" + f" frees {size(frees)}" * bool(frees))
-    if scalars:
-        remedy = "set fewer sampling.slots, or larger sampling.page_tokens"
-        console.print(
-            f"scalar memory of a core (SMEM): too small for the page tables of all slots in {', '.join(scalars)}"
-        )
-        console.print(f"    {remedy}")
-    refused = [name for name in plan.failures if refusals[name]]
-    for line in refusals[refused[0]].splitlines()[:_LINES] if refused else ():
+        console.print("    set fewer sampling.slots, or larger sampling.page_tokens")
+    refusal = next(filter(None, (refusals[name] for name in failed)), "")
+    for line in refusal.splitlines()[:_LINES]:
         console.print(f"  {line}", markup=False)
     for one in tried:
         console.print(f"compiled: {' '.join(one.overrides)}: {'fits' if one.fits else 'does not fit'}")
-    if not plan.programs:
-        return
-    name = max(plan.failures or totals, key=totals.__getitem__)
-    phase = next((phase.name for phase in plan.phases if phase.program == name), f"{name} alone")
-    needs = f"{phase} needs {size(totals[name])} of {limit} on each device"
-    if plan.fits:
-        console.print(f"FITS: {needs}, the most of {len(plan.programs)} programs", style="bold")
-        return
-    found = next((" ".join(one.overrides) for one in tried if one.fits), "")
-    remedy = (
-        f"; it fits with {found}" if found else "; more devices or shorter responses would help" * bool(tried)
-    )
-    many = f"{len(plan.failures)} of {len(plan.programs)} programs"
-    console.print(f"DOES NOT FIT: {many}; {needs}{remedy}", style="bold")
+    for name in sorted(totals, key=lambda name: (name not in failed, -totals[name]))[:1]:
+        phase = next((phase.name for phase in plan.phases if phase.program == name), f"{name} alone")
+        verdict = f"DOES NOT FIT: {len(failed)} of {len(totals)} programs" if failed else "FITS"
+        with_it = "".join(f"; it fits with {' '.join(one.overrides)}" for one in tried if one.fits)
+        needs = f"{phase} needs {size(totals[name])} of {limit} on each device{with_it}"
+        console.print(f"{verdict}; {needs}", style="bold")
 
 
 def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> None:

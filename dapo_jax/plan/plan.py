@@ -10,8 +10,8 @@ from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice
-from dapo_jax.plan.compiled import Program, compile_program
-from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, fullest_known, phases
+from dapo_jax.plan.compiled import Program, ProgramMemory, compile_program
+from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
@@ -167,13 +167,13 @@ def plan(
         loaded = there.moments * on_device
         there = replace(there, state=there.state - there.moments, moments=0, loaded=loaded)
     lowered = programs.lowered() if topology is not None else {}
-    if lowered and (fullest := fullest_known(lowered, there, updates=work.updates)).total > memory * (
-        1 - MARGIN
-    ):
-        parts = ", ".join(f"{part} {gib(size)}" for part, size in fullest.parts.items())
-        say(
-            f"will not fit: {fullest.name} needs more than {gib(fullest.total)} of {gib(memory)} on each device ({parts})"
-        )
+    nothing = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=0, code=0)
+    known = phases(dict.fromkeys(lowered, nothing), there, updates=work.updates)
+    fullest = max(known, key=lambda phase: phase.total, default=None)
+    if fullest is not None and fullest.total > memory * (1 - MARGIN):
+        parts = ", ".join(f"{part} {gib(size)}" for part, size in fullest.parts.items() if size)
+        needs = f"{fullest.name} needs more than {gib(fullest.total)} of {gib(memory)} on each device"
+        say(f"will not fit: {needs} ({parts})")
     for name, lower in lowered.items():
         if only is None or any(name == wanted or name.startswith(f"{wanted}_") for wanted in only):
             say(f"compiling {name}")

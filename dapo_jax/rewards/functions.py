@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
@@ -64,6 +65,17 @@ class LoadedReward:
     """Name of the function in messages."""
     on_nonfinite: str = "error"
     """How to handle scores that are NaN, infinite or too large: `error` or `lost` (see `load_reward`)."""
+
+    def __post_init__(self) -> None:
+        names = list[str]()
+        with suppress(TypeError, ValueError):  # some callables have no signature
+            names += inspect.signature(self.function).parameters
+        library = "trl" if "completions" in names else "verl" if "solution_str" in names else ""
+        if library and len(names) > 1:
+            remedy = f"write {library}:{self.name}, or pass rewards.adapters.{library}_reward(function)"
+            raise ValueError(
+                f"{self.name} is a reward function for {library}, with ({', '.join(names)}): {remedy}"
+            )
 
     @property
     def is_async(self) -> bool:
@@ -208,12 +220,10 @@ def load_reward(
         ValueError: the name is unknown or the function cannot be loaded.
     """
     if not isinstance(spec, str):
-        _check_parameters(spec, name_of(spec), "pass rewards.adapters.LIBRARY_reward(function)")
         return LoadedReward(function=spec, name=name_of(spec), on_nonfinite=on_nonfinite)
     if ":" in spec:
         kind, _, rest = spec.partition(":")
         function = ADAPTERS[kind](load_function(rest)) if kind in ADAPTERS else load_function(spec)
-        _check_parameters(function, spec, f"write LIBRARY:{spec}")
         return LoadedReward(function=function, name=spec, on_nonfinite=on_nonfinite)
     if spec in ROW_GRADERS:
         return LoadedReward(function=ROW_GRADERS[spec], name=spec)
@@ -226,20 +236,6 @@ def load_reward(
         )
     grader = exact_grader(answer_marker) if spec == "exact" else GRADERS[spec]
     return LoadedReward(function=lambda sample: grader(sample.response, sample.answer), name=spec)
-
-
-def _check_parameters(function: Callable[..., Any], name: str, remedy: str) -> None:
-    """Raises a ValueError if `function` has the parameters of a reward function for TRL or verl, whose name replaces LIBRARY in the remedy."""
-    try:
-        names = [*inspect.signature(function).parameters]
-    except (TypeError, ValueError):  # some callables have no signature
-        return
-    library = "trl" if "completions" in names else "verl" if "solution_str" in names else ""
-    if library and len(names) > 1:
-        remedy = remedy.replace("LIBRARY", library)
-        raise ValueError(
-            f"{name}: this is a reward function for {library}, with ({', '.join(names)}): {remedy}"
-        )
 
 
 def as_verdict(result: Any, *, name: str) -> Verdict:

@@ -1,7 +1,6 @@
 """Builds the objects of a training run from its configuration."""
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -130,15 +129,10 @@ class Run:
             recurrent=decoder.delta is not None,
         )
         self._optimizer = optimizer_of(config.optimizer)
-        kinds = Counter(device.device_kind for device in self._mesh.devices.flat)
-        devices = " and ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        rows = self._prompts.rows_per_epoch
-        self.notes = [
-            f"training {decoder.trained_parameters:,} parameters on {rows:,} prompts with {devices}",
-            *asked.notes,
-        ]
-        if self._mesh.devices.flat[0].platform == "cpu" and (unused := gpu_settings.unused()):
-            self.notes.insert(1, f"this run uses the CPU. {unused}")
+        device, count = self._mesh.devices.flat[0], self._prompts.rows_per_epoch
+        first = f"training {decoder.trained_parameters:,} parameters on {count:,} prompts with {self._mesh.size} x {device.device_kind}"
+        unused = gpu_settings.unused() if device.platform == "cpu" else ""
+        self.notes = [first, *[f"this run uses the CPU. {unused}"] * bool(unused), *asked.notes]
         if self.policy.checkpoint and not resumes:
             self.notes.append(f"the initial weights are from {self.policy.checkpoint} of {model.source}")
         if often := asked_too_often(config, self._prompts.rows_per_epoch):

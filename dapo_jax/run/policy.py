@@ -470,15 +470,9 @@ def _check_prefix(source: str) -> None:
     """Raises a ConfigError with the remedy if `source` is the name of a model without its prefix, or the address of its page on the hub."""
     name = re.sub(r"^(https?://)?(huggingface\.co|hf\.co)/", "", source)
     on_hub = [name] * ("/" in name and bool(_ON_HUB.fullmatch(name)) and not Path(name).parent.is_dir())
-    for kind, names in {"shipped": _shipped(), "preset": PRESETS, "hf": on_hub}.items():
+    for kind, names in {"preset": PRESETS, "hf": on_hub}.items():
         if name in names and not Path(source).exists():
             raise ConfigError(f"there is no folder {source}; for the model of this name, write {kind}:{name}")
-
-
-def _shipped() -> list[str]:
-    """Returns the names of the models in the package."""
-    assets = Path(str(resources.files("dapo_jax"))) / "assets"
-    return sorted(path.name for path in assets.iterdir() if path.is_dir()) if assets.is_dir() else []
 
 
 def data_of_run(source: str) -> DataConfig | None:
@@ -499,9 +493,11 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
     """
     kind, _, name = model.source.partition(":")
     if kind == "shipped":
-        if name not in _shipped():
-            raise ValueError(f"there is no shipped model {name!r}; available: {', '.join(_shipped())}")
-        return Path(str(resources.files("dapo_jax"))) / "assets" / name
+        assets = Path(str(resources.files("dapo_jax"))) / "assets"
+        there = sorted(path.name for path in assets.iterdir() if path.is_dir()) if assets.is_dir() else []
+        if name not in there:
+            raise ValueError(f"there is no shipped model {name!r}; available: {', '.join(there)}")
+        return assets / name
     if kind == "hf":
         return download(name, revision=model.revision or None, weights=weights)
     _check_prefix(model.source)

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import ipaddress
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -170,15 +171,12 @@ class HttpServer(ServerThread):
         host, port: see `ServerThread`.
         api_key: bearer token that every route except `/health` requires. If empty, no key is required.
         say: logs errors in the server itself.
-        log: logs each request as one line: method, path, status, tokens of the prompt and of the responses, seconds.
     """
 
     def __init__(
-        self, requests: RequestLoop, limits: ServedLimits, *, host: str, port: int, api_key: str, say: Callable[[str], None],
-        log: Callable[[str], None] = lambda line: None,
+        self, requests: RequestLoop, limits: ServedLimits, *, host: str, port: int, api_key: str, say: Callable[[str], None]
     ) -> None:  # fmt: skip
         super().__init__(host, port)
-        self._log = log
         self._requests, self._limits, self._say, self._api_key = requests, limits, say, api_key.encode()
         self._created, self._stopping = int(time.time()), False
         self._connections = Connections(
@@ -216,6 +214,7 @@ class HttpServer(ServerThread):
 
     @web.middleware
     async def _logged(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Writes a line with the request, the status, the tokens of the prompt and of the responses, and the seconds to standard error."""
         began, status = time.monotonic(), "disconnected"
         try:
             response = await handler(request)
@@ -223,11 +222,11 @@ class HttpServer(ServerThread):
             return response
         finally:
             usages = [answer.usage() for answer in request.get("answers", ())]
-            prompt, sampled = (
-                sum(usage[f"{kind}_tokens"] for usage in usages) for kind in ("prompt", "completion")
+            tokens = "+".join(
+                str(sum(usage[kind] for usage in usages)) for kind in ("prompt_tokens", "completion_tokens")
             )
-            seconds = time.monotonic() - began
-            self._log(f"{_named(request)} {status} {prompt}+{sampled} tokens {seconds:.2f} s")
+            line = f"{_named(request)} {status} {tokens} tokens {time.monotonic() - began:.2f} s"
+            print(line, file=sys.stderr, flush=True)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

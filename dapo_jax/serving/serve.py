@@ -157,14 +157,9 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
 
 
 def serve_http(
-    source: str,
-    options: HttpOptions,
-    *,
-    api_key: str = "",
-    say: Callable[[str], None] = print,
-    log: Callable[[str], None] = lambda line: None,
+    source: str, options: HttpOptions, *, api_key: str = "", say: Callable[[str], None] = print
 ) -> None:
-    """Answers HTTP requests until KeyboardInterrupt. `say` logs the address and each new version of the weights, and `log` each request.
+    """Answers HTTP requests until KeyboardInterrupt. `say` logs the address and each new version of the weights. Each request is logged to standard error.
 
     Args:
         source: a model or a run folder.
@@ -186,7 +181,7 @@ def serve_http(
 
     key = "; requests need the key" if api_key else ""
     greeting = f"{key}; Ctrl-C stops it. http://{{address}}/v1/models describes the model"
-    make = partial(HttpServer, api_key=api_key, say=say, log=log)
+    make = partial(HttpServer, api_key=api_key, say=say)
     how = {"name": options.model_name, "scheme": "http://"}
     _serve(source, options, lambda _, limits: partial(make, limits=limits), greeting, say, **how)
 

@@ -54,14 +54,9 @@ class PromptFormat:
 
     def _conversation(self, prompt: str | Sequence[Message], tokenizer: Tokenizer) -> str:
         if tokenizer.chat_template is None:
-            plain = (
-                "set data.chat=false"
-                if isinstance(prompt, str)
-                else "name a field of plain text in data.source_options, as {prompt: FIELD}"
-            )
             raise ValueError(
-                f"the prompt is a conversation, but the tokenizer has no chat template, as in most base models: {plain}, set model.source to the "
-                "instruction-tuned model, or set it to a folder with the base model and a chat_template.jinja"
+                "the prompt is a conversation, but the tokenizer has no chat template: for plain text, set data.chat=false or name another field in "
+                "data.source_options={prompt: FIELD}; else set model.source to the instruction-tuned model, or to a folder with a chat_template.jinja"
             )
         messages = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else checked_messages(prompt)

@@ -91,7 +91,7 @@ def test_the_responses_of_a_run_end_where_they_ended_in_training(run_of, compile
 
 @pytest.mark.parametrize("limit", [128, 4000])
 def test_a_response_that_fills_every_position_of_the_model_is_refused(limit, model, compiled):
-    with pytest.raises(ConfigError, match=rf"max_response_tokens={limit} .* 128 positions.* 127"):
+    with pytest.raises(ConfigError, match=rf"max_response_tokens={limit} .* at most 127.* 128 positions"):
         sample_small(model, compiled, max_response_tokens=limit)
 
 
@@ -218,7 +218,7 @@ def test_invalid_evaluations_are_configuration_errors(change, message, model, sm
     ("change", "message"),
     [
         ({"reward__grader": "exakt"}, "exakt"),
-        ({"data__eval_split": "test[5:5]"}, r"'test\[5:5\]'.*test has 1,000 rows"),
+        ({"data__eval_split": "test[5:5]"}, r"'test\[5:5\]'.* 1,000 and 7,100 rows"),
         ({"eval__datasets": [{"source": "jsonl", "path": "/held_out.jsonl"}]}, r"/held_out\.jsonl"),
     ],
 )

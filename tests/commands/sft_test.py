@@ -56,7 +56,7 @@ def warmed(config):
     ("section", "change", "message"),
     [
         ("reward", {"grader": "exakt"}, "exakt"),
-        ("data", {"train_split": "train[5:5]"}, r"'train\[5:5\]'.*train has 7,100 rows"),
+        ("data", {"train_split": "train[5:5]"}, r"'train\[5:5\]'.* 1,000 and 7,100 rows"),
         ("data", {"source": "jsonl", "path": "/missing.jsonl"}, r"/missing\.jsonl"),
     ],
 )

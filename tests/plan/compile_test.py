@@ -64,7 +64,9 @@ def test_sizes_that_are_known_are_checked_before_anything_compiles():
     plan(config, topology=parse("v5p:2x2x1"), only=["no_program"], say=said.append)
     [line] = said
     assert line.startswith("will not fit: sampling: ")
-    assert {"train state 91.5 GiB", "decode state 68.0 GiB"} <= set(re.findall(r"[a-z ]+ [\d.]+ GiB", line.partition("(")[2].replace(", ", ",")))
+    assert {"train state 91.5 GiB", "decode state 68.0 GiB"} <= set(
+        re.findall(r"[a-z ]+ [\d.]+ GiB", line.partition("(")[2].replace(", ", ","))
+    )
     said.clear()
     plan(config, topology=parse("v5p:4x4x8"), only=["no_program"], say=said.append)
     assert said == []

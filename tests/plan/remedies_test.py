@@ -108,7 +108,7 @@ def test_each_kind_of_array_is_one_block_however_many_programs_do_not_fit(capsys
     blocks = [line.partition(": ")[0] for line in lines if not line.startswith(" ")]
     assert blocks[:3] == ["arrays of a program itself", "decode state", "sampler weights"]
     assert len(set(blocks)) == len(blocks)
-    assert "68.04 GiB of 90.95 GiB, in 20 programs" in lines[1]
+    assert "68.04 GiB of 90.95 GiB (programs: 20)" in lines[1]
     assert lines[2].startswith("    sampling.cache_tokens=")
     changes = [line.partition("=")[0] for line in lines if line.startswith("    ")]
     assert sorted(set(changes)) == sorted(changes)
@@ -123,7 +123,7 @@ def test_the_last_line_is_the_verdict(capsys):
     assert shown(failed(refused=True), capsys)[-1].startswith(
         "DOES NOT FIT: 1 of 1 programs; generate alone needs 95.00 GiB of 90.95 GiB"
     )
-    assert shown(failed(temporaries=0), capsys)[-1].startswith("FITS: sampling: decode needs ")
+    assert shown(failed(temporaries=0), capsys)[-1].startswith("FITS; sampling: decode needs ")
     assert shown(replace(over, programs=[], phases=[]), capsys) == []
 
 
@@ -134,4 +134,4 @@ def test_a_smaller_scalar_memory_is_one_block(capsys):
     ]
     lines = shown(replace(made, programs=smem), capsys)
     assert [line for line in lines if "sampling.page_tokens" in line] == [lines[1]]
-    assert "generate, paused" in lines[0]
+    assert "(programs: 2)" in lines[0]

@@ -296,7 +296,7 @@ def test_a_function_of_another_library_is_answered_with_its_prefix(head, library
     with pytest.raises(ValueError, match=re.escape(f"{library}:{spec}")):
         load_reward(spec)
     assert load_reward(f"{library}:{spec}").name == f"{library}:{spec}"
-    with pytest.raises(ValueError, match=f"{library}_reward"):
+    with pytest.raises(ValueError, match=rf"adapters\.{library}_reward"):
         load_reward(load_function(spec))
 
 

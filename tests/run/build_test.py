@@ -38,8 +38,8 @@ def test_a_minibatch_with_nothing_left_is_no_update(micro, rows):
     [
         ({"reward__grader": "exakt"}, "exakt"),
         ({"data__source": "jsonl", "data__path": "/missing.jsonl"}, r"data\.source='jsonl'.*/missing\.jsonl"),
-        ({"data__train_split": "train[5:5]"}, r"'train\[5:5\]'.*train has 7,100 rows"),
-        ({"data__eval_split": "test[5:5]"}, r"'test\[5:5\]'.*test has 1,000 rows"),
+        ({"data__train_split": "train[5:5]"}, r"'train\[5:5\]'.* 1,000 and 7,100 rows"),
+        ({"data__eval_split": "test[5:5]"}, r"'test\[5:5\]'.* 1,000 and 7,100 rows"),
         ({"eval__datasets": [{"source": "jsonl", "path": "/held_out.jsonl"}]}, r"/held_out\.jsonl"),
     ],
 )

@@ -50,7 +50,6 @@ def test_an_unknown_policy_is_a_configuration_error(source, tokenizer, message):
         ("Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B"),
         ("https://huggingface.co/Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B"),
         ("qwen3-0.6b", "preset:qwen3-0.6b"),
-        ("quickstart", "shipped:quickstart"),
     ],
 )
 def test_a_model_without_its_prefix_is_answered_with_the_prefix(source, meant):
