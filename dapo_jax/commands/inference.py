@@ -184,11 +184,8 @@ def sample(
     check_value("seed", seed, int, Rules(range=SEED))
     run = run_at(source)
     own = EvaluateConfig() if run is None else load_evaluation(run / "config.yaml")
-    stop, stop_token_ids = (
-        list(stop or own.sampling.stop),
-        list(stop_token_ids or own.sampling.stop_token_ids),
-    )
-    ends = {"stop": stop, "stop_token_ids": stop_token_ids}
+    kept = own.sampling
+    ends = {"stop": list(stop or kept.stop), "stop_token_ids": list(stop_token_ids or kept.stop_token_ids)}
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, slots=slots, **ends)
     use_compilation_cache(compilation_cache)
     policy, sampler_of = _loaded(source, ParallelConfig(), sampling, "float32")
@@ -201,10 +198,8 @@ def sample(
     data = replace(own.data, chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
     positions = policy.decoder.max_positions
     if max_response_tokens >= positions:
-        needs = f"at most {positions - 1}, because the model has {positions} positions for the prompt and the response"
-        raise ConfigError(
-            f"max_response_tokens={max_response_tokens} (--max-response-tokens) must be {needs}"
-        )
+        needs = f"must be at most {positions - 1}, because the model has {positions} positions for prompt and response"
+        raise ConfigError(f"max_response_tokens={max_response_tokens} (--max-response-tokens) {needs}")
     try:
         found = held_out(
             checked_rows([{"prompt": text, "answer": "-"} for text in prompts]),

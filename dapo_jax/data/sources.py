@@ -81,8 +81,8 @@ def load_rows(
     if count <= 0:
         sizes = " and ".join(f"{splits[name].num_examples:,}" for name in there)
         raise ValueError(
-            f"dataset {source_name!r} has no rows in the split {split!r}; it has {there}, with {sizes} rows. To hold out the first 100 rows, for "
-            f"example, set data.eval_split={there[0]}[:100] and data.train_split={there[0]}[100:]"
+            f"dataset {source_name!r} has no split {split!r}; it has {there}, with {sizes} rows, and a slice needs at least one of them. To hold out "
+            f"the first 100 rows, for example, set data.eval_split={there[0]}[:100] and data.train_split={there[0]}[100:]"
         )
     source = builder.as_data_source(split=split)
     counts = (builder.info.metadata or {}).get(split.partition("[")[0], {})

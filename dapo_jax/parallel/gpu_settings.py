@@ -44,7 +44,7 @@ def apply() -> None:
 
 
 def unused() -> str:
-    """Returns why a program on the CPU does not use an NVIDIA GPU of this machine, or the GPU in JAX_PLATFORMS, and the remedy. Empty if there is none."""
+    """Returns why a program on the CPU does not use an NVIDIA GPU of this machine, or the GPU in JAX_PLATFORMS, and the remedy, or an empty string."""
     if not _there() and not asked():
         return ""
     excluded = (

@@ -170,7 +170,7 @@ def plan(
     nothing = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=0, code=0)
     known = phases(dict.fromkeys(lowered, nothing), there, updates=work.updates)
     fullest = max(known, key=lambda phase: phase.total, default=None)
-    if fullest is not None and fullest.total > memory * (1 - MARGIN):
+    if memory and fullest is not None and fullest.total > memory * (1 - MARGIN):
         parts = ", ".join(f"{part} {gib(size)}" for part, size in fullest.parts.items() if size)
         needs = f"{fullest.name} needs more than {gib(fullest.total)} of {gib(memory)} on each device"
         say(f"will not fit: {needs} ({parts})")

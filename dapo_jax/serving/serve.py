@@ -237,16 +237,13 @@ def _serve(
 def _held(host: str, port: int) -> socket.socket:
     """Returns a socket that holds an address while the model is loaded. It refuses connections, and the server may listen on the same address later."""
     try:
-        [family, *_] = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        held = socket.socket(family)
+        [found, *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        held = socket.socket(found[0])
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host.strip("[]"), port))
+        held.bind(found[4])
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; --port 0 picks a free port"
-        ) from error
+        reason = f"{error.strerror or error}; --port 0 picks a free port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
     return held
 
 
