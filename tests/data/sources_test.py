@@ -18,7 +18,9 @@ def test_unknown_builders_splits_and_rows_are_answered_with_the_known_ones(data_
         load_rows("aritmetic", "train", data_dir)
     with pytest.raises(IndexError, match="row 3 is not in a split of 3 rows"):
         load_rows("arithmetic", "train[:3]", data_dir)[3]
-    with pytest.raises(ValueError, match=r"no split 'valid'; it has \['test', 'train'\], with 1,000 and 7,100 rows"):
+    with pytest.raises(
+        ValueError, match=r"no split 'valid'; it has \['test', 'train'\], with 1,000 and 7,100 rows"
+    ):
         load_rows("arithmetic", "valid", data_dir)
 
 
