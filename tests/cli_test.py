@@ -15,6 +15,7 @@ import pytest
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.cli import _parsed, main
 from dapo_jax.config import ConfigError, EvaluateConfig, SftConfig, TrainConfig, load_config, to_yaml
+from dapo_jax.parallel import gpu_settings
 from dapo_jax.trackers import progress, read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests.run.conftest import save_micro_model
@@ -212,6 +213,7 @@ def test_a_platform_that_is_not_here_is_one_message(platforms, tmp_path):
     [output] = [line for line in done.stderr.splitlines() if "dapo-jax" in line]
     assert done.returncode == 2
     assert f"JAX_PLATFORMS={platforms}: Unable to initialize backend" in output
+    assert ("[cuda]" in output) is (platforms == "cuda" and bool(gpu_settings.missing_plugin()))
     assert "Traceback" not in done.stderr
 
 

@@ -120,12 +120,13 @@ def _noted(message: str, error: BaseException) -> str:
 
 def _without_devices(error: BaseException) -> str:
     """Returns an error message if JAX found no device for the requested platforms, or an empty string for any other error."""
+    missing = gpu_settings.missing_plugin() if gpu_settings.asked() else ""
     if isinstance(error, RuntimeError) and str(error).startswith(NO_BACKEND):
-        return str(error)
+        return f"{NO_BACKEND}: {missing}" if missing else str(error)
     where = traceback.extract_tb(error.__traceback__)
     if isinstance(error, AssertionError) and where and where[-1].filename.endswith("xla_bridge.py"):
         # If CUDA is requested but there is no GPU, JAX skips this platform and later fails an assertion.
-        return f"{NO_BACKEND}: there is no device of this platform; set JAX_PLATFORMS=cpu, or unset it"
+        return f"{NO_BACKEND}: {missing or 'there is no device of this platform; set JAX_PLATFORMS=cpu, or unset it'}"
     return ""
 
 
@@ -147,6 +148,8 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 def _meant(option: str, arguments: argparse.Namespace, words: Sequence[str]) -> str:
     """Returns the remedy for an unknown option of a command that accepts overrides, for example `steps=5` for `--steps 5`."""
     name, equals, value = option.partition("=")
+    if (arguments.name, name) == ("serve", "--http"):
+        return "; HTTP is the default: leave --http out"
     if not hasattr(arguments, "overrides") or not name.startswith("--") or name == "--":
         return ""
     if not equals:

@@ -64,19 +64,18 @@ def add_to(commands: Commands) -> None:
     option(made, "--stop-token-ids", "token ids that end a response", "ID", type=int, nargs="+", default=[])
     made = command(commands, "serve", serve)
     made.add_argument("model", help=MODEL)
-    text = "serve HTTP instead of gRPC: token ids at /inference/v1/generate, messages at /v1/chat/completions"
-    option(made, "--http", text)
+    option(made, "--jetstream", "serve JetStream's gRPC protocol instead of HTTP (extra jetstream, 2.3 GB)")
     text = f"address to listen on; [::]: all addresses; over HTTP, all except loopback addresses require an API key in {API_KEY}"
     option(made, "--host", text, default="127.0.0.1")
     option(made, "--port", "port to listen on; 0: a free port", default=9000)
     text = "switch to each new checkpoint of the run folder, and look for new checkpoints every SECONDS (default 5)"
     option(made, "--follow", text, "SECONDS", dest="follow_s", type=float, nargs="?", const=5.0)
     option(made, "--slots", "number of responses that are decoded in parallel", default=16)
-    text = "maximum number of tokens per prompt; longer prompts are refused (default 64; over HTTP 1024, or the model's limit)"
+    text = "maximum number of tokens per prompt; longer prompts are refused (default 1024, or the model's limit; with --jetstream 64)"
     option(made, "--max-prompt-tokens", text, type=int)
-    text = "maximum number of tokens per response (default 64; over HTTP 1024, or the model's limit)"
+    text = "maximum number of tokens per response (default 1024, or the model's limit; with --jetstream 64)"
     option(made, "--max-response-tokens", text, type=int)
-    text = "sampling temperature; over HTTP, only for requests without a temperature; 0: greedy (default 0; over HTTP 1)"
+    text = "sampling temperature; over HTTP, only for requests without a temperature; 0: greedy (default 1; with --jetstream 0)"
     option(made, "--temperature", text, type=float)
     _add_cuts(made)
     option(made, "--seed", "random seed for requests without a seed", default=0)
@@ -132,21 +131,21 @@ def _add_cuts(made: argparse.ArgumentParser) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve a model over gRPC with JetStream (extra jetstream), or with --http over an API like vLLM's and OpenAI's (extra http)."""
+    """Serve a model over HTTP, with an API like vLLM's and OpenAI's (extra http), or with --jetstream over gRPC (extra jetstream)."""
     from dapo_jax.serving.serve import HttpOptions, ServeOptions, serve, serve_http
 
     # A process manager sends SIGTERM, which should have the same effect as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    mine, other = (HttpOptions, ServeOptions) if arguments.http else (ServeOptions, HttpOptions)
+    mine, other = (ServeOptions, HttpOptions) if arguments.jetstream else (HttpOptions, ServeOptions)
     options, others = passed(mine, arguments), passed(other, arguments)
     for name in sorted(others.keys() - options.keys()):
         if others[name]:
-            remedy = "leave it out" if arguments.http else "add --http"
+            remedy = "leave it out" if arguments.jetstream else "leave it out, or add --jetstream"
             raise ConfigError(f"--{name.replace('_', '-')} is an option of the other server: {remedy}")
     say = partial(print, flush=True)
-    if arguments.http:
+    if arguments.jetstream:
+        serve(arguments.model, ServeOptions(**options), say=say)
+    else:
         key = os.environ.get(API_KEY, "").strip()
         serve_http(arguments.model, HttpOptions(**options), api_key=key, say=say)
-    else:
-        serve(arguments.model, ServeOptions(**options), say=say)
     return 0

@@ -97,7 +97,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if seconds and not result.fits:
         tried = remedies.suggestions(result, assumed=assumed, seconds=seconds, say=say)
     output.show(result, console)
-    output.show_failures(result, tried, console)
+    output.show_verdict(result, tried, console)
     if arguments.json:
         alternatives = [{"overrides": list(one.overrides), "fits": one.fits} for one in tried]
         write_json(arguments.json, {**output.as_data(result), "tried": alternatives})

@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 from dapo_jax.config import (
     ConfigError,
-    DataConfig,
     EvalConfig,
     EvaluateConfig,
+    ModelConfig,
     OverlongConfig,
     ParallelConfig,
     RewardConfig,
@@ -29,9 +29,9 @@ from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
-from dapo_jax.run.policy import Policy, data_of_run, find_policy, mesh_of, meshes_of, run_at
+from dapo_jax.run.policy import Policy, data_of_run, find_policy, load_policy, mesh_of, meshes_of, run_at
 from dapo_jax.run.programs import sharing
-from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts
+from dapo_jax.run.prompt_sets import GivenRows, dated, every_split, held_out_prompts
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.sampler_setup import response_sampler
@@ -81,9 +81,10 @@ def evaluate(
     use_compilation_cache(config.compilation_cache)
     check_graders(config.reward, reward=reward)  # an invalid grader should fail before the model loads
     environment = environment_of(config.environment, reward=reward)
-    policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
-    held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, rows=rows)
+    tokenizer = load_policy(ModelConfig(source=model), weights=False).tokenizer
+    held_out = held_out_prompts(config.data, config.eval, tokenizer, rows=rows)
+    policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     sampler = sampler_of(
         config.sampling,
         seed=config.seed,
@@ -172,25 +173,39 @@ def sample(
 ) -> list[Group]:
     """Samples responses from a model or run folder, without grading. Each prompt is a text or a list of messages.
 
+    The prompts of a run have the format of its section `data`, and its stop strings and ids end their responses. Arguments that are set replace these values.
+
     Raises:
-        ConfigError: there is no such model, a prompt is empty, or the model's tokenizer cannot encode it.
+        ConfigError: there is no such model, a prompt is empty, the model's tokenizer cannot encode it, or the model has too few positions.
     """
     config = EvalConfig(
         samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k
     )
     check_value("seed", seed, int, Rules(range=SEED))
-    ends = {"stop": list(stop), "stop_token_ids": list(stop_token_ids)}
+    run = run_at(source)
+    own = EvaluateConfig() if run is None else load_evaluation(run / "config.yaml")
+    kept = own.sampling
+    ends = {"stop": list(stop or kept.stop), "stop_token_ids": list(stop_token_ids or kept.stop_token_ids)}
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, slots=slots, **ends)
     use_compilation_cache(compilation_cache)
     policy, sampler_of = _loaded(source, ParallelConfig(), sampling, "float32")
-    variables = dict(chat_template_kwargs or {})
-    data = DataConfig(chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
+    chat = chat or own.data.chat
+    if run is not None and not chat and policy.tokenizer.chat_template is not None:
+        with suppress(ConfigError):  # the dataset may not be on this machine
+            chat = any(not isinstance(rows[0]["prompt"], str) for rows in every_split(own.data).values())
+    variables = dict(chat_template_kwargs or own.data.chat_template_kwargs)
+    system_prompt = system_prompt or own.data.system_prompt
+    data = replace(own.data, chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
+    positions = policy.decoder.max_positions
+    if max_response_tokens >= positions:
+        needs = f"must be at most {positions - 1}, because the model has {positions} positions for prompt and response"
+        raise ConfigError(f"max_response_tokens={max_response_tokens} (--max-response-tokens) {needs}")
     try:
         found = held_out(
             checked_rows([{"prompt": text, "answer": "-"} for text in prompts]),
             policy.tokenizer,
-            max_prompt_tokens=policy.decoder.max_positions - max_response_tokens,
-            prompt_format=PromptFormat(dated(data, like=data_of_run(source))),
+            max_prompt_tokens=positions - max_response_tokens,
+            prompt_format=PromptFormat(dated(data)),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

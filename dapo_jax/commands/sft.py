@@ -16,7 +16,7 @@ from dapo_jax.health.stalls import interrupt
 from dapo_jax.locks import Lock
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.run.end_of_step import evaluates_after
-from dapo_jax.run.grader_setup import grading
+from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.policy import Policy, check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, training_prompts
@@ -64,6 +64,10 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         raise ConfigError(f"run_dir={config.run_dir} already contains a run; choose another run_dir")
     mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
     meshes = meshes_of(config.parallel, mesh)
+    # Errors in the grader and the data are raised before the weights load, which takes longer.
+    checked, tokenizer = check_graders(config.reward), load_policy(config.model, weights=False).tokenizer
+    prompts, _ = training_prompts(config.data, tokenizer, seed=config.seed)
+    held_out = held_out_prompts(config.data, config.eval, tokenizer)
     shares = sharing(meshes, config.sampling, dtype=config.model.compute_dtype)
     policy = load_policy(
         config.model,
@@ -84,14 +88,12 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         recurrent=policy.decoder.delta is not None,
     )
     optimizer = optimizer_of(config.optimizer)
-    prompts, _ = training_prompts(config.data, policy.tokenizer, seed=config.seed)
     longest = config.max_response_tokens
     pairs = PairSource(prompts, policy.tokenizer, seed=config.seed, max_response_tokens=longest)
     # An evaluation measures verdicts, so the overlong penalty of a later training run does not apply.
     reward = replace(config.reward, overlong=replace(config.reward.overlong, enabled=False))
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
-    graders = grading(reward, policy, max_response_tokens=limit, stop=stop)
-    held_out = held_out_prompts(config.data, config.eval, policy.tokenizer)
+    graders = grading(reward, policy, max_response_tokens=limit, stop=stop, graders=checked)
     state = state_structs(policy.params, optimizer, mesh, offload=config.optimizer.offload)
     sampler = response_sampler(
         policy,

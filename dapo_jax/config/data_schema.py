@@ -62,7 +62,7 @@ class DataConfig(Section, at="data"):
     `data.mixture`. `rows` uses the rows that are passed from Python."""
     path: str = ""
     """Parquet or JSON Lines file with the dataset, or a folder of such files. The dataset is prepared on first use, and then cached."""
-    source_options: dict[str, Any] = key(default_factory=dict)
+    source_options: dict[str, Any] = key(default_factory=dict, aliases="prompt_key reward_fn_key")
     """Options for the dataset. For jsonl, they set the names of its fields, for example {prompt: question, answer: solution}. For a reasoning_gym task, they are the task's options, for example {min_words: 3, max_words: 5}."""
     mixture: list[dict[str, Any]] = key(default_factory=list)
     """Datasets for `data.source: mixture`, each in the form {source: ..., path: ..., weight: 1} (see `SourceConfig`)."""
@@ -70,9 +70,9 @@ class DataConfig(Section, at="data"):
     """Action if a field of a row is missing or invalid: error, or skip, which leaves the row out and logs the number of such rows."""
     deduplicate: bool = True
     """If several rows of a file have the same question, keep only the first of these rows. The number of dropped rows is logged."""
-    train_split: str = key("train", not_empty=True)
+    train_split: str = key("train", not_empty=True, aliases="dataset_train_split")
     """Split to train on. `train[:100]` selects its first 100 rows."""
-    eval_split: str = key("test", not_empty=True)
+    eval_split: str = key("test", not_empty=True, aliases="dataset_test_split")
     """Split to evaluate on if `eval.datasets` is empty."""
     data_dir: str = key("~/.cache/dapo_jax/datasets", may_change=True)
     """Folder for prepared datasets."""

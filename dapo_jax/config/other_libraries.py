@@ -13,7 +13,7 @@ ALIASES = {name: ours for ours, rules in rules_by_key(TrainConfig).items() for n
 _NOTES = {
     "dtype torch_dtype bf16 fp16": "float32 or bfloat16",
     "gradient_checkpointing enable_gradient_checkpointing": "none, full or dots",
-    "peft_config": "and lora.alpha, lora.targets",
+    "peft_config use_peft": "and lora.alpha, lora.targets",
     "vllm_gpu_memory_utilization gpu_memory_utilization": "tokens, not a share of the memory; 0 uses all free memory",
     "reward_weights": "each entry has its weight",
     "gen_batch_size train_batch_size": "both count prompts, not responses",
@@ -43,11 +43,13 @@ _NOTES = {
     "kl_loss_type": "low_var_kl and k3 are k3",
     "adv_estimator advantage_estimator": "`algorithm: NAME` also sets the keys that belong to it: grpo, rloo, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, max_rl",
     "scale_rewards norm_adv_by_std_in_grpo": "write true and group as group_std, batch as batch_std, false as none",
+    "prompt_key reward_fn_key": "{prompt: FIELD, answer: FIELD}, for data.source=jsonl",
+    "do_sample": "0 is greedy; responses to train on are always sampled",
     "optim": "adamw_torch is adamw",
     "warmup_ratio": "in steps, not as a share of the run",
     "betas": "and optimizer.beta2, each a number",
     "eval_strategy save_strategy": "a number of steps",
-    "report_to": "true or false; also log.tensorboard",
+    "report_to logger": "true or false; also log.tensorboard",
     "num_train_epochs total_epochs": "in steps: an epoch has prompts / batch.prompts_per_step of them, fewer with dynamic sampling",
 }
 NOTES = {alias: note for aliases, note in _NOTES.items() for alias in aliases.split()}
@@ -56,16 +58,27 @@ NOTES = {alias: note for aliases, note in _NOTES.items() for alias in aliases.sp
 _NO_KEY = {
     "num_iterations ppo_epochs": "each response is trained on once; for several updates per step, set `batch.groups_per_update` to less than "
     "`batch.prompts_per_step`",
-    "use_vllm rollout.name": "the library samples with its own engine, which is configured in `sampling`",
+    "use_vllm rollout.name rollout.mode enforce_eager free_cache_engine load_format enable_chunked_prefill hybrid_engine": "the library samples with its own engine, which is configured in `sampling`",
     "lr_scheduler_type": "the learning rate rises linearly over `optimizer.warmup_steps`, and is constant afterwards",
     "push_to_hub": "after the run, upload the folder `model` in `run_dir`, which has the Hugging Face layout: hf upload ORG/NAME RUN_DIR/model",
     "logging_steps logging_strategy logging_first_step": "metrics are logged in every step; `log.rollouts_every_steps` is for sampled responses",
-    "resume_from_checkpoint resume_mode": "the command-line option --resume continues from the last checkpoint",
+    "resume_from_checkpoint resume_mode resume_from_path": "the command-line option --resume continues from the last checkpoint",
     "min_p repetition_penalty sampling.top_p sampling.top_k rollout.top_p rollout.top_k": "training samples from the full distribution, because "
     "the loss uses its probabilities; `eval.top_p` and `eval.top_k` are for evaluation",
     "eval_on_start val_before_train": "every run evaluates before its first step and after its last one; `eval.every_steps` adds evaluations in between",
     "entropy_coeff": "the loss has no entropy bonus; raise `loss.clip_ratio_high` to keep the entropy from falling",
     "project_name wandb_project": "the environment variable WANDB_PROJECT sets the Weights & Biases project",
+    "chat_template_path": "the template is chat_template.jinja in the folder `model.source`",
+    "filter_overlong_prompts truncation": "training always leaves out prompts longer than `data.max_prompt_tokens`, and never truncates",
+    "use_dynamic_bsz use_remove_padding balance_batch packing": "rows are always packed, to `batch.row_tokens`",
+    "pipeline_model_parallel_size expert_model_parallel_size": "the devices are split by `parallel.fsdp`, `parallel.tensor` and `parallel.context`",
+    "use_kl_in_reward kl_penalty": "the KL to the reference policy is a term of the loss: `loss.kl_coef`",
+    "n_gpus_per_node nnodes num_processes num_machines trainer.device strategy deepspeed fsdp_config": "a run uses all devices that JAX finds, "
+    "and `parallel.fsdp` = -1 shards over all of them; CUDA_VISIBLE_DEVICES limits the GPUs, and each machine starts the same command",
+    "custom_reward_function.path custom_reward_function.name reward_manager": "one value names both: `reward.grader` = verl:path/to/file.py:function",
+    "run_name experiment_name": "the last part of `run_dir` is the run's name",
+    "gamma lam critic_warmup": "there is no critic and no discount; `advantage.baseline` is the baseline",
+    "trust_remote_code": "code in a model folder is never executed",
     "cache_dir": "the environment variable HF_HOME sets the folder for models from the Hugging Face Hub",
 }
 NO_KEY = {name: answer for names, answer in _NO_KEY.items() for name in names.split()}

@@ -65,7 +65,7 @@ LORA_TARGETS = (
 class LoraConfig(Section, at="lora"):
     """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): only small added matrices are trained, and the model's own weights are frozen."""
 
-    rank: int = key(0, aliases="lora_rank lora_r peft_config")
+    rank: int = key(0, aliases="lora_rank lora_r peft_config use_peft")
     """Rank of each adapter. 0 means that there are no adapters and all weights are trained. With adapters, the model's own weights are frozen and stored in `model.compute_dtype`. Only the adapters are
     saved, and their size is about rank / width of the model's size. The reference policy for a KL penalty is then the model without adapters."""
     alpha: float = key(32.0, range=POSITIVE, aliases="lora_alpha")
@@ -514,7 +514,7 @@ class OptimizerConfig(Section, at="optimizer"):
     """Maximum global norm of the gradient. A larger gradient is scaled down to this norm. The default is the value in the released recipe."""
     from_source: bool = key(False)
     """Start with the optimizer state in the checkpoint of `model.source`, which must be a training run with the same `optimizer.name` and `lora`. The step and the warm-up still start at 0."""
-    offload: bool = key(False, may_change=True)
+    offload: bool = key(False, aliases="optimizer_offload param_offload", may_change=True)
     """Keep the optimizer moments in host memory between updates. This saves 8 bytes of device memory per parameter (4 in the matrices of muon), but transfers the moments twice per update."""
 
 
@@ -524,13 +524,13 @@ class EvalConfig(Section, at="eval"):
 
     every_steps: int = key(10, aliases="eval_steps test_freq eval_strategy")
     """Number of steps between evaluations. If 0, the run evaluates only before the first and after the last step."""
-    datasets: list[dict[str, Any]] = key(default_factory=list)
+    datasets: list[dict[str, Any]] = key(default_factory=list, aliases="val_files")
     """Evaluation datasets, each in the form {source: aime_2024, path: ...} (see `SourceConfig`). If empty, `data.eval_split` of `data.source` is used."""
     prompts: int = key(0)
     """Number of prompts to use, from the beginning of each dataset. 0 means all prompts."""
     samples_per_prompt: int = key(32, range=SIZE, aliases="val_kwargs.n num_generations_eval")
     """Number of responses per prompt, which is k in avg@k. (Section 4.1)"""
-    temperature: float = key(1.0, range=TEMPERATURE)
+    temperature: float = key(1.0, range=TEMPERATURE, aliases="do_sample val_kwargs.temperature")
     """Softmax temperature. 0 means greedy decoding. (Section 4.1)"""
     top_p: float = key(0.7, range=TOP_P)
     """Nucleus sampling: sample from the smallest set of tokens whose total probability reaches this value. 1 means all tokens. (Section 4.1)"""
@@ -558,7 +558,7 @@ class CheckpointConfig(Section, at="checkpoint"):
 
     every_steps: int = key(10, aliases="save_steps save_freq save_strategy")
     """Number of steps between checkpoints. If 0, the run saves only after the last step."""
-    keep: int = key(3, range=SIZE, aliases="save_total_limit")
+    keep: int = key(3, range=SIZE, aliases="save_total_limit max_actor_ckpt_to_keep")
     """Number of most recent checkpoints to keep."""
     keep_best: bool = True
     """Also save and keep the best checkpoint, by avg@k on the first evaluation dataset, or by mean reward on it if dynamic_sampling.metric=score."""
@@ -570,13 +570,13 @@ class CheckpointConfig(Section, at="checkpoint"):
 class LogConfig(Section, at="log"):
     """Logs that are written in addition to metrics.jsonl."""
 
-    rollouts_every_steps: int = key(10, aliases="log_completions")
+    rollouts_every_steps: int = key(10, aliases="log_completions rollout_data_dir validation_data_dir")
     """Number of steps between logs of readable rollouts. Each log contains four groups. The first and the last step are also logged. If 0, no rollouts are logged."""
     profile_steps: list[int] = key(default_factory=list)
     """Steps to profile. Their xprof traces are written to `run_dir/profile`. Do not profile the first steps, because they spend most of their time on compilation."""
     tensorboard: bool = False
     """Write TensorBoard events (needs the `tensorboard` extra). Not available if the run folder is in a bucket."""
-    wandb: bool = key(False, aliases="report_to")
+    wandb: bool = key(False, aliases="report_to logger")
     """Log to Weights & Biases (needs the `wandb` extra). The environment variable WANDB_PROJECT sets the project; the default is `dapo_jax`."""
 
 
@@ -590,7 +590,7 @@ class ParallelConfig(Section, at="parallel"):
     """Fully sharded data parallelism: number of devices over which parameters, optimizer moments and batch rows are sharded. Increase this axis before the others."""
     tensor: int = key(1, range=AXIS, aliases="tensor_model_parallel_size")
     """Tensor parallelism: number of devices over which attention heads, MLP and vocabulary are sharded. It must divide the number of key heads, and should not exceed the number of devices of one host."""
-    context: int = key(1, range=SIZE, aliases="ulysses_sequence_parallel_size")
+    context: int = key(1, range=SIZE, aliases="ulysses_sequence_parallel_size context_parallel_size")
     """Context parallelism: number of devices over which each row of tokens is sharded. Use it for long responses."""
     sampler_tensor: int = key(0, aliases="vllm_tensor_parallel_size")
     """Number of devices over which a sampler's weights are sharded. The sampler's slots are distributed over groups of this many devices. 0 means the greatest common divisor of `tensor` and the sampler's number of devices."""

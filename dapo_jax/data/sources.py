@@ -33,7 +33,7 @@ _TRIES = 4
 """Questions repeat, so up to this many are generated for each question needed. If too many repeat, a split is smaller than requested."""
 _OURS: dict[str, Any] = {"seed": 0, "train_questions": 4096, "test_questions": 256}
 """Options of `reasoning_gym_rows`, with their defaults. All other options are passed to the reasoning-gym task."""
-_SPLIT = re.compile(r"(train|test)(?:\[:([0-9]+)\])?")
+_SPLIT = re.compile(r"(train|test)(?:\[:([1-9][0-9]*)\])?")
 
 
 def load_rows(
@@ -63,7 +63,7 @@ def load_rows(
         or_only: if the dataset has only one split, return it regardless of `split`.
 
     Raises:
-        ValueError: the builder, task or split does not exist, the options or the path are invalid, or the files cannot be used.
+        ValueError: the builder, task or split does not exist, the split has no rows, the options or the path are invalid, or the files cannot be used.
             A message about a bad row contains the row's position.
         RuntimeError: the dataset cannot be written to `data_dir`.
     """
@@ -73,16 +73,19 @@ def load_rows(
         return LoadedRows(reasoning_gym_rows(source_name.removeprefix(PREFIX), split, options))
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
     builder = _prepared(source_name, data_dir, files)
-    there = sorted(builder.info.splits)
+    splits, count = builder.info.splits, 0
+    there = sorted(splits)
     if or_only and len(there) == 1:
         [split] = there
-    try:
-        source = builder.as_data_source(split=split)
-    except ValueError as error:
+    with contextlib.suppress(ValueError):  # raised for an unknown split, and for a slice beyond the last row
+        count = splits[split].num_examples
+    if count <= 0:
+        sizes = " and ".join(f"{splits[name].num_examples:,}" for name in there)
         raise ValueError(
-            f"dataset {source_name!r} has no split {split!r}; it has {there}. To hold out the first 100 rows, for example, set "
-            f"data.eval_split={there[0]}[:100] and data.train_split={there[0]}[100:]"
-        ) from error
+            f"dataset {source_name!r} has no split {split!r}; it has {there}, with {sizes} rows, and a slice needs at least one of them. To hold out "
+            f"the first 100 rows, for example, set data.eval_split={there[0]}[:100] and data.train_split={there[0]}[100:]"
+        )
+    source = builder.as_data_source(split=split)
     counts = (builder.info.metadata or {}).get(split.partition("[")[0], {})
     return LoadedRows(source, _note(source_name, counts) if counts else "", _row)
 

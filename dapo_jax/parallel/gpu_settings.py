@@ -5,6 +5,8 @@ import os
 import re
 from pathlib import Path
 
+from dapo_jax.hints import how_to_install
+
 MEMORY_FRACTION = 0.9
 """Fraction of a GPU's memory that JAX reserves. JAX's default is 0.75. NVIDIA's "Tips for High-Performance LLMs with JAX and XLA" use 0.9 or 0.8."""
 
@@ -30,10 +32,8 @@ def apply() -> None:
 
     This has no effect without an NVIDIA GPU and JAX's plugin for it, or if JAX_PLATFORMS excludes GPUs.
     """
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    excluded = platforms and not {"cuda", "gpu"} & set(platforms.split(","))
-    there = any(next(_DEVICES.glob(pattern), None) for pattern in _PATTERNS)
-    if excluded or not there or not any(map(importlib.util.find_spec, _PLUGINS)):
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if (platforms and not asked()) or not _there() or missing_plugin():
         return
     if not any(name in os.environ for name in _FRACTIONS):
         os.environ[_FRACTIONS[0]] = str(MEMORY_FRACTION)
@@ -41,6 +41,32 @@ def apply() -> None:
     if not given or given.startswith("-"):  # otherwise this is the name of a file with flags
         mine = [f"--{name}={value}" for name, value in FLAGS.items() if name not in re.findall(r"\w+", given)]
         os.environ["XLA_FLAGS"] = " ".join([*given.split(), *mine])
+
+
+def unused() -> str:
+    """Returns why a program on the CPU does not use an NVIDIA GPU of this machine, or the GPU in JAX_PLATFORMS, and the remedy, or an empty string."""
+    if not _there() and not asked():
+        return ""
+    excluded = (
+        f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')} excludes the NVIDIA GPU of this machine: unset it"
+    )
+    other = "JAX cannot use an NVIDIA GPU: start with JAX_PLATFORMS=cuda, which reports the reason"
+    return missing_plugin() or (excluded if os.environ.get("JAX_PLATFORMS") and not asked() else other)
+
+
+def missing_plugin() -> str:
+    """Returns the command that installs JAX's plugin for NVIDIA GPUs, or an empty string if the plugin is installed."""
+    there = any(map(importlib.util.find_spec, _PLUGINS))
+    return "" if there else f"JAX's plugin for NVIDIA GPUs is missing: {how_to_install('cuda')}"
+
+
+def asked() -> bool:
+    """Returns whether JAX_PLATFORMS names NVIDIA GPUs."""
+    return bool({"cuda", "gpu"} & set(os.environ.get("JAX_PLATFORMS", "").split(",")))
+
+
+def _there() -> bool:
+    return any(next(_DEVICES.glob(pattern), None) for pattern in _PATTERNS)
 
 
 def in_effect() -> dict[str, str]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from dapo_jax.plan.compiled import needed_bytes
 from dapo_jax.plan.memory import MARGIN, Phase
 from dapo_jax.plan.plan import Plan
-from dapo_jax.plan.remedies import Tried, held_in
+from dapo_jax.plan.remedies import ResidentPart, Tried, held_in
 from dapo_jax.plan.roofline import cache_bytes_per_token
 
 SCHEMA_VERSION = 8
@@ -119,34 +119,39 @@ def show(plan: Plan, console: Console) -> None:
     )
 
 
-def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
-    """Prints each program that does not fit, changes that would shrink its arrays, and the changes that were tried by compiling."""
-    limit = size(plan.limit or 0)
-    for program in plan.programs:
-        if program.name not in plan.failures:
-            continue
-        phase = next((phase for phase in plan.phases if phase.program == program.name), None)
-        alone = needed_bytes(program.refusal) or 0
-        if phase is not None:
-            over = size(phase.total - (plan.limit or 0))
-            needs = f"{phase.name} needs {size(phase.total)}, {over} over the limit of {limit}"
-        else:
-            needs = f"{program.name} alone" + (f" needs {size(alone)}" if alone else "")
-        console.print(f"DOES NOT FIT: {needs}", style="bold")
-        scalars = "memory space smem" in program.refusal
-        if scalars:
-            remedy = "set fewer sampling.slots, or larger sampling.page_tokens"
-            console.print(f"    the page tables of all slots exceed a core's scalar memory (SMEM): {remedy}")
-        for held in [] if scalars else held_in(plan, program.name):
-            ways = [f"; {way.change}" + f" frees {size(way.frees)}" * bool(way.frees) for way in held.ways]
-            console.print(f"    {held.part}: {size(held.bytes)} of {limit}{''.join(ways)}")
-        for line in program.refusal.splitlines()[:_LINES]:
-            console.print(f"  {line}", markup=False)
+def show_verdict(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
+    """Prints one block for each kind of array in the programs that do not fit, with the changes that shrink it, and the verdict as the last line."""
+    limit, refusals = size(plan.limit), {one.name: one.refusal for one in plan.programs}
+    totals = {name: needed_bytes(refusal) or 0 for name, refusal in refusals.items()}
+    totals |= {phase.program: phase.total for phase in plan.phases}
+    failed = sorted(plan.failures, key=lambda name: -totals[name])
+    blocks: dict[str, list[ResidentPart]] = {}
+    for name in (name for name in failed if "memory space smem" not in refusals[name]):
+        for held in held_in(plan, name):
+            own = held.part.endswith(f" {name}")  # added by it, or all of it
+            blocks.setdefault("arrays of a program itself" if own else held.part, []).append(held)
+    for kind, parts in sorted(blocks.items(), key=lambda block: -max(held.bytes for held in block[1])):
+        largest = max(held.bytes for held in parts)
+        console.print(f"{kind}: {size(largest)} of {limit} (programs: {len(parts)})")
+        ways = {way.change.partition("=")[0]: way for held in reversed(parts) for way in held.ways}
+        for way in ways.values():
+            console.print(f"    {way.change}" + f" frees {size(way.frees)}" * bool(way.frees))
+    if scalars := [name for name in failed if "memory space smem" in refusals[name]]:
+        console.print(
+            f"scalar memory of a core (SMEM): too small for all page tables (programs: {len(scalars)})"
+        )
+        console.print("    set fewer sampling.slots, or larger sampling.page_tokens")
+    refusal = next(filter(None, (refusals[name] for name in failed)), "")
+    for line in refusal.splitlines()[:_LINES]:
+        console.print(f"  {line}", markup=False)
     for one in tried:
-        verdict = "fits" if one.fits else "does not fit"
-        console.print(f"compiled: {' '.join(one.overrides)}: {verdict}")
-    if tried and not any(one.fits for one in tried):
-        console.print("None of these changes is enough. More devices or shorter responses would help.")
+        console.print(f"compiled: {' '.join(one.overrides)}: {'fits' if one.fits else 'does not fit'}")
+    for name in sorted(totals, key=lambda name: (name not in failed, -totals[name]))[:1]:
+        phase = next((phase.name for phase in plan.phases if phase.program == name), f"{name} alone")
+        verdict = f"DOES NOT FIT: {len(failed)} of {len(totals)} programs" if failed else "FITS"
+        with_it = "".join(f"; it fits with {' '.join(one.overrides)}" for one in tried if one.fits)
+        needs = f"{phase} needs {size(totals[name])} of {limit} on each device{with_it}"
+        console.print(f"{verdict}; {needs}", style="bold")
 
 
 def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> None:

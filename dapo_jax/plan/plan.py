@@ -10,14 +10,14 @@ from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice
-from dapo_jax.plan.compiled import Program, compile_program
+from dapo_jax.plan.compiled import Program, ProgramMemory, compile_program
 from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology, devices_of, present_bytes
 from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, batch_shards, workload_of
-from dapo_jax.run.disk_space import STATE_BYTES
+from dapo_jax.run.disk_space import STATE_BYTES, gib
 from dapo_jax.run.policy import with_adapters
 from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
@@ -166,7 +166,15 @@ def plan(
         # JAX cannot use the host memory of described GPUs, so their update is compiled with all moments on the device.
         loaded = there.moments * on_device
         there = replace(there, state=there.state - there.moments, moments=0, loaded=loaded)
-    for name, lower in (programs.lowered() if topology is not None else {}).items():
+    lowered = programs.lowered() if topology is not None else {}
+    nothing = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=0, code=0)
+    known = phases(dict.fromkeys(lowered, nothing), there, updates=work.updates)
+    fullest = max(known, key=lambda phase: phase.total, default=None)
+    if memory and fullest is not None and fullest.total > memory * (1 - MARGIN):
+        parts = ", ".join(f"{part} {gib(size)}" for part, size in fullest.parts.items() if size)
+        needs = f"{fullest.name} needs more than {gib(fullest.total)} of {gib(memory)} on each device"
+        say(f"will not fit: {needs} ({parts})")
+    for name, lower in lowered.items():
         if only is None or any(name == wanted or name.startswith(f"{wanted}_") for wanted in only):
             say(f"compiling {name}")
             trips = _trips(name, config, work)

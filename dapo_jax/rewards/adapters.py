@@ -68,17 +68,18 @@ def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
     """Adapts a verl reward function, `compute_score(data_source, solution_str, ground_truth, extra_info)`, to grade a `Sample`.
 
     The function returns a number, or a mapping with `score` and optionally `acc`, which is 1 for a correct answer and 0 otherwise.
-    Without `acc`, a score above 0 counts as correct. `data_source` and `extra_info` come from the row's fields of the same names.
+    Without `acc`, a score above 0 counts as correct. Only arguments that are parameters of the function are passed. `data_source` and `extra_info` come from the row's fields of the same names.
     """
 
     def call(sample: Sample) -> _Call:
         row = sample.prompt.row
-        return {
+        given = {
             "data_source": row.get("data_source", ""),
             "solution_str": sample.response,
             "ground_truth": sample.answer,
             "extra_info": row.get("extra_info"),
-        }, verdict
+        }
+        return named_arguments(function, given), verdict
 
     def verdict(given: Any) -> Verdict:
         fields = given if isinstance(given, Mapping) else {"score": given}

@@ -4,11 +4,13 @@ import asyncio
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
@@ -64,6 +66,17 @@ class LoadedReward:
     """Name of the function in messages."""
     on_nonfinite: str = "error"
     """How to handle scores that are NaN, infinite or too large: `error` or `lost` (see `load_reward`)."""
+
+    def __post_init__(self) -> None:
+        names = list[str]()
+        with suppress(TypeError, ValueError):  # some callables have no signature
+            names += inspect.signature(self.function).parameters
+        library = "trl" if "completions" in names else "verl" if "solution_str" in names else ""
+        if library and len(names) > 1:
+            remedy = f"write {library}:{self.name}, or pass rewards.adapters.{library}_reward(function)"
+            raise ValueError(
+                f"{self.name} is a reward function for {library}, with ({', '.join(names)}): {remedy}"
+            )
 
     @property
     def is_async(self) -> bool:

@@ -15,6 +15,7 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.models.lora import parted
 from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel import gpu_settings
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.collector import Position
@@ -87,6 +88,12 @@ class Run:
                 f"advantage.rewards=apart needs 2 or more graders, found {len(graders)}: set advantage.rewards=summed"
             )
         environment = environment_of(config.environment, reward=reward)
+        say("preparing prompts")  # before the weights load, which takes longer
+        tokenizer = load_policy(model, weights=False).tokenizer
+        self._prompts, asked = training_prompts(data, tokenizer, seed=config.seed, rows=prompts)
+        evaluates = prompts is None or eval_rows is not None
+        self.held_out = held_out_prompts(data, config.eval, tokenizer, rows=eval_rows) if evaluates else {}
+        """Maps the name of each evaluation dataset to its prompts. Empty if the run has no evaluation."""
         self._has_reference = has_reference(config, objective or objective_of(config.loss))
         say(f"loading {model.source}")
         # A resumed run uses the initial weights only as the reference policy or as the base model under LoRA adapters.
@@ -122,9 +129,10 @@ class Run:
             recurrent=decoder.delta is not None,
         )
         self._optimizer = optimizer_of(config.optimizer)
-        say("preparing prompts")
-        self._prompts, asked = training_prompts(data, self.policy.tokenizer, seed=config.seed, rows=prompts)
-        self.notes = [*asked.notes]
+        device, count = self._mesh.devices.flat[0], self._prompts.rows_per_epoch
+        first = f"training {decoder.trained_parameters:,} parameters on {count:,} prompts with {self._mesh.size} x {device.device_kind}"
+        unused = gpu_settings.unused() if device.platform == "cpu" else ""
+        self.notes = [first, *[f"this run uses the CPU. {unused}"] * bool(unused), *asked.notes]
         if self.policy.checkpoint and not resumes:
             self.notes.append(f"the initial weights are from {self.policy.checkpoint} of {model.source}")
         if often := asked_too_often(config, self._prompts.rows_per_epoch):
@@ -171,11 +179,7 @@ class Run:
             on_look=lambda: watch.note("sampling tokens"),
         )
         self.notes += sampler.notes
-        self.held_out = {}
-        """Maps the name of each evaluation dataset to its prompts. Empty if the run has no evaluation."""
-        if prompts is None or eval_rows is not None:
-            self.held_out = held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
-        elif config.eval.every_steps:
+        if not evaluates and config.eval.every_steps:
             self.notes.append("prompts were given without eval_rows, so there is no evaluation")
         self.sampling = GroupSampling(
             config,

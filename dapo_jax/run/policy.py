@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 from jaxtyping import PyTree
 
+from dapo_jax import locks
 from dapo_jax.checkpoints.checkpointer import Check, Checkpointer
 from dapo_jax.checkpoints.manifest import MANIFEST, CheckpointError
 from dapo_jax.config import (
@@ -38,7 +39,7 @@ from dapo_jax.models.folder import CONFIG, load_model, read_config, save_model
 from dapo_jax.models.hub import download
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import LoraShape, lora_shape, parted, rounded_to
-from dapo_jax.models.presets import DecoderConfig, preset
+from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
 from dapo_jax.models.safetensors_files import A_PICKLE, PICKLED
 from dapo_jax.models.tensors import (
     TensorFile,
@@ -76,6 +77,8 @@ _NAMED = ("preset:", "shipped:", "hf:")
 
 _ON_HUB = re.compile(r"([\w.-]+/)?[\w.-]+")
 """Matches the name of a repository on the hub. Some relative paths match too."""
+
+_NOTHING_SAVED = "this run has saved neither a checkpoint nor a model yet: wait until it has"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,13 +384,14 @@ def _opened(model: ModelConfig) -> tuple[ModelConfig, TrainConfig | None]:
     """Returns the model, and its configuration if it is a training run. The folder of a warm start is replaced with its model folder."""
     if model.source.startswith(_NAMED):
         return model, None
+    _check_prefix(model.source)
     folder = path_of(model.source)
     if not (folder / "config.yaml").is_file() or (folder / CONFIG).is_file() or is_adapter(folder):
         return model, None
     if (folder / "checkpoints").is_dir():
         return model, load_config(folder / "config.yaml")
     if not (folder / "model").is_dir():
-        raise ValueError("this run has saved neither a checkpoint nor a model yet: wait until it has")
+        raise ValueError(_NOTHING_SAVED)
     return replace(model, source=str(folder / "model")), None
 
 
@@ -445,6 +449,7 @@ def run_at(source: str) -> AnyPath | None:
     Raises:
         ConfigError: the folder cannot be read, or is neither a run nor a model.
     """
+    _check_prefix(source)
     folder = place_of(source, key="model", write=False)
     saved = any((folder / name).is_dir() for name in ("checkpoints", "model"))
     if saved and (folder / "config.yaml").is_file():
@@ -452,12 +457,23 @@ def run_at(source: str) -> AnyPath | None:
     if source.startswith(_NAMED) or folder.is_file():
         return None
     if not (folder / CONFIG).is_file() and not is_adapter(folder):
+        if any((folder / name).is_file() for name in ("config.yaml", locks.NAME)):
+            raise ConfigError(f"{source}: {_NOTHING_SAVED}")
         missing = f"config.yaml with checkpoints, and no {CONFIG}" if folder.exists() else "such folder"
         raise ConfigError(
             f"{source} is neither a run nor a model: there is no {missing}; use the run_dir of a training run with a checkpoint, a model "
             "folder, preset:NAME, shipped:NAME or hf:ORG/NAME"
         )
     return None
+
+
+def _check_prefix(source: str) -> None:
+    """Raises a ConfigError with the remedy if `source` is the name of a model without its prefix, or the address of its page on the hub."""
+    name = re.sub(r"^(https?://)?(huggingface\.co|hf\.co)/", "", source)
+    on_hub = [name] * ("/" in name and bool(_ON_HUB.fullmatch(name)) and not Path(name).parent.is_dir())
+    for kind, names in {"preset": PRESETS, "hf": on_hub}.items():
+        if name in names and not Path(source).exists():
+            raise ConfigError(f"there is no folder {source}; for the model of this name, write {kind}:{name}")
 
 
 def data_of_run(source: str) -> DataConfig | None:
@@ -485,6 +501,7 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
         return assets / name
     if kind == "hf":
         return download(name, revision=model.revision or None, weights=weights)
+    _check_prefix(model.source)
     folder = path_of(model.source)
     if folder.suffix == ".gguf":
         raise ValueError("a GGUF file is not a model folder; convert it with `dapo-jax convert FILE FOLDER`")

@@ -236,8 +236,7 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
     longest = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     teacher = load_policy(teacher_of(config), seed=config.seed, mesh=mesh, section="teacher", longest=longest)
     one, other = (model_files(a.folder, weights=False).get("tokenizer.json") for a in (student, teacher))
-    # Presets have no files. Their tokenizers are compared by value.
-    if one != other if one and other else student.tokenizer != teacher.tokenizer:
+    if student.tokenizer != teacher.tokenizer:
         raise ConfigError(
             f"teacher.source={config.teacher.source!r} has another tokenizer than model.source={config.model.source!r}: sha256 of tokenizer.json "
             f"{other or '(no file)'} and {one or '(no file)'}. Token ids must have the same meaning in both: use a teacher of the same model family"

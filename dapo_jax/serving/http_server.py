@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import ipaddress
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -68,14 +69,15 @@ class GenerateAnswer:
             entries.append({**entry, "top_logprobs": []})
         return {"content": entries}
 
-    def _usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
+        """Returns the numbers of tokens of the prompt and of the responses so far."""
         prompt, sampled = len(self._request.prompt), self._sampled
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def _totals(self) -> dict[str, Any]:
         """Returns the token counts, and the oldest version of the weights that sampled any token in the answer."""
         oldest = min(new.spans[0].version for new in self._latest.values())
-        return {"usage": self._usage(), "weights_version": oldest}
+        return {"usage": self.usage(), "weights_version": oldest}
 
 
 class ChatAnswer(GenerateAnswer):
@@ -119,7 +121,7 @@ class ChatAnswer(GenerateAnswer):
 
     def usage_chunk(self) -> dict[str, Any] | None:
         """Returns the final chunk with the token counts, or None if the request did not ask for the counts."""
-        return self._chunk() | {"usage": self._usage()} if self._request.include_usage else None
+        return self._chunk() | {"usage": self.usage()} if self._request.include_usage else None
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
@@ -185,7 +187,7 @@ class HttpServer(ServerThread):
 
     async def _listen(self) -> int:
         most = _BODY_BYTES + _BODY_BYTES_PER_TOKEN * self._limits.max_prompt_tokens
-        app = web.Application(middlewares=[self._guard], client_max_size=most)
+        app = web.Application(middlewares=[self._logged, self._guard], client_max_size=most)
         app.router.add_post("/inference/v1/generate", partial(self._sample, read_generate, GenerateAnswer))
         app.router.add_post("/v1/chat/completions", partial(self._sample, read_chat, ChatAnswer))
         app.router.add_post("/v1/completions", self._complete)
@@ -211,6 +213,22 @@ class HttpServer(ServerThread):
             self._say(visible(f"the HTTP server: {context.get('message')}: {error!r:.200}"))
 
     @web.middleware
+    async def _logged(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Writes a line with the request, the status, the tokens of the prompt and of the responses, and the seconds to standard error."""
+        began, status = time.monotonic(), "disconnected"
+        try:
+            response = await handler(request)
+            status = str(response.status)
+            return response
+        finally:
+            usages = [answer.usage() for answer in request.get("answers", ())]
+            tokens = "+".join(
+                str(sum(usage[kind] for usage in usages)) for kind in ("prompt_tokens", "completion_tokens")
+            )
+            line = f"{_named(request)} {status} {tokens} tokens {time.monotonic() - began:.2f} s"
+            print(line, file=sys.stderr, flush=True)
+
+    @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks whether the client may send the request, and converts every error to a response."""
         self._connections.waits(request.protocol, _PATIENCE_S + 1.0)
@@ -226,7 +244,9 @@ class HttpServer(ServerThread):
         except (ConnectionError, asyncio.CancelledError):
             raise  # the client has disconnected, so no answer can be sent
         except Exception as error:
-            self._say(visible(f"{request.method} {request.path} failed with {type(error).__name__}: {error}"))
+            self._say(
+                f"{_named(request)} failed with {type(error).__name__}: {' '.join(visible(str(error)).split())}"
+            )
             return _error(_own_failure())
         finally:
             self._connections.waits(request.protocol)
@@ -293,7 +313,7 @@ class HttpServer(ServerThread):
         self._connections.works(request.protocol)
         # Parsing runs in a thread, because tokenizing a prompt of several megabytes must not delay other requests.
         asked = await asyncio.to_thread(read, content, limits)
-        answer = kind(asked, limits)
+        request["answers"] = [answer := kind(asked, limits)]
         async with sampled(self._requests, asked) as arriving:
             if asked.stream and isinstance(answer, ChatAnswer):
                 return await _streamed(request, answer, arriving)
@@ -306,11 +326,11 @@ class HttpServer(ServerThread):
         content = await _body(request)
         self._connections.works(request.protocol)
         asked = await asyncio.to_thread(read_completions, content, self._limits)
-        parts = []
+        parts, answers = [], [CompletionAnswer(each, self._limits) for each in asked]
+        request["answers"] = answers
         async with AsyncExitStack() as submitted:
             batch = [await submitted.enter_async_context(sampled(self._requests, each)) for each in asked]
-            for each, arriving in zip(asked, batch, strict=True):
-                answer = CompletionAnswer(each, self._limits)
+            for answer, arriving in zip(answers, batch, strict=True):
                 async for new in arriving:
                     answer.add(new)
                 # It runs in a thread because it decodes each token.
@@ -347,6 +367,11 @@ def _own_failure() -> RequestError:
 def _malformed(reason: str, status: int = 400) -> RequestError:
     text = f"the request is not valid HTTP: {visible(reason)!s:.200}"
     return RequestError(text, status=status, code="malformed")
+
+
+def _named(request: web.Request) -> str:
+    """Returns the method and the path of a request, which cannot break a line."""
+    return " ".join(visible(f"{request.method} {request.raw_path[:200]}").split())
 
 
 def _name_of(host: str) -> str:

@@ -1,13 +1,16 @@
 """Implements `dapo-jax serve`, which serves a model or a run over HTTP or JetStream's gRPC protocol. The engine is the same as in training."""
 
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
@@ -21,6 +24,7 @@ from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.requests import OwnOptions
 from dapo_jax.serving.request_loop import RequestLoop
 from dapo_jax.serving.served_requests import GRACE_S, ServedLimits, ServerThread
 from dapo_jax.terminal import visible
@@ -95,7 +99,7 @@ class ServingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServingOptions):
-    """The options of `dapo-jax serve`. Temperature, top-p and top-k apply to all requests, because JetStream requests cannot set them.
+    """The options of `dapo-jax serve --jetstream`. Temperature, top-p and top-k apply to all requests, because JetStream requests cannot set them.
 
     Raises:
         ConfigError: a value is out of range, or an option works only with `chat`.
@@ -116,7 +120,7 @@ class ServeOptions(ServingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions(ServingOptions):
-    """The options of `dapo-jax serve --http`. Temperature, top-p and top-k are defaults, which a request can override."""
+    """The options of `dapo-jax serve`. Temperature, top-p and top-k are defaults, which a request can override."""
 
     model_name: str = ""
     """The model name that requests use. If empty, it is the path or Hub name from which the model was loaded."""
@@ -156,7 +160,7 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
 def serve_http(
     source: str, options: HttpOptions, *, api_key: str = "", say: Callable[[str], None] = print
 ) -> None:
-    """Answers HTTP requests until KeyboardInterrupt. `say` logs the address and each new version of the weights.
+    """Answers HTTP requests until KeyboardInterrupt. `say` logs the address and each new version of the weights. Each request is logged to standard error.
 
     Args:
         source: a model or a run folder.
@@ -196,6 +200,7 @@ def _serve(
     """Runs a server until Ctrl-C. `server_of` returns a function that builds the server. `greeting` is appended to the start-up message."""
     use_compilation_cache(options.compilation_cache)
     with ExitStack() as ends:
+        held = ends.enter_context(_held(options.host, options.port))
         follower = None
         if options.follow_s is not None:
             follower = Follower(source, options.follow_s, say)
@@ -207,8 +212,9 @@ def _serve(
         limits = limits_of(source, policy, options, name=name)
         make = server_of(policy, limits)
         requests, transfer = request_loop(policy, options, limits)
-        server = make(requests, host=options.host, port=options.port)
+        server = make(requests, host=options.host, port=held.getsockname()[1])
         ends.enter_context(requests)
+        _answer_once(requests, limits.decoding)
         try:
             ends.enter_context(server)
         except OSError as error:
@@ -227,6 +233,30 @@ def _serve(
             say(f"stopping; requests in flight have {GRACE_S} s to finish")
             return
     raise RuntimeError(f"the engine has failed: {requests.failure!r}") from requests.failure
+
+
+def _held(host: str, port: int) -> socket.socket:
+    """Returns a socket that holds an address while the model is loaded. It refuses connections, and the server may listen on the same address later."""
+    try:
+        [found, *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        held = socket.socket(found[0])
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(found[4])
+    except OSError as error:
+        reason = f"{error.strerror or error}; --port 0 picks a free port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
+    return held
+
+
+def _answer_once(requests: RequestLoop, decoding: DecodingOptions) -> None:
+    """Answers one request of each kind, so that nothing is compiled once the server is ready."""
+    answers, own = SimpleQueue[Any](), OwnOptions(decoding=decoding)
+    seeded = replace(own, key=jax.random.fold_in(jax.random.key(0), np.uint32(0)))
+    for options, scores in ((own, False), (seeded, False), (own, True)):
+        prompt = np.zeros(1, np.int32)
+        requests.submit(prompt, options, count=1, max_tokens=1, listener=answers.put, scores=scores)
+        if isinstance(failure := answers.get(), BaseException):
+            raise RuntimeError(f"the engine has failed: {failure!r}") from failure
 
 
 class Follower:
@@ -288,9 +318,9 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
     """
     positions = policy.decoder.max_positions
     prompt, response = options.max_prompt_tokens, options.max_response_tokens
-    response = response or min(_LONGEST, (positions - prompt) // (1 if prompt else 2))
-    prompt = prompt or min(_LONGEST, positions - response)
-    if not (prompt > 0 and response > 0 and prompt + response <= positions):
+    response = response or max(1, min(_LONGEST, (positions - prompt) // (1 if prompt else 2)))
+    prompt = prompt or max(1, min(_LONGEST, positions - response))
+    if prompt + response > positions:
         raise ConfigError(
             f"--max-prompt-tokens {prompt} and --max-response-tokens {response} need {prompt + response} positions, but "
             f"the model has {positions}: lower one of them"

@@ -79,7 +79,8 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """Returns the tokenizer's chat template. Raises ValueError if it has none."""
     if tokenizer.chat_template is None:
         raise ValueError(
-            "there are messages, but the model has no chat template: add a chat_template.jinja to the model folder, or use texts (data.chat=false) or ids"
+            "there are messages, but the tokenizer has no chat template: for plain text, set data.chat=false or name another field in "
+            "data.source_options={prompt: FIELD}; else set model.source to the instruction-tuned model, or to a folder with a chat_template.jinja"
         )
     return tokenizer.chat_template
 

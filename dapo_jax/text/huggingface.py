@@ -13,8 +13,9 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, cached_property
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -108,11 +109,13 @@ class HuggingFaceTokenizer:
         padding = self._ids_of("pad", generation, model)
         self.pad_id = next((token for token in padding if 0 <= token <= _LARGEST_ID), self.eos_id)
         """Id of the padding token, or of the end token if the folder does not define a padding token."""
-        with self._library("cannot encode this text with"):
-            probe = self._tokenizer.encode("a", add_special_tokens=True)
-        # Only tokens before the text are added to prompts. Tokens that the post-processor adds after the text would end the prompt.
-        mask = probe.special_tokens_mask
-        self._beginning = probe.ids[: mask.index(0) if 0 in mask else 0]
+        self._beginning = list[int]()
+        if self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            with self._library("cannot encode this text with"):
+                probe = self._tokenizer.encode("a", add_special_tokens=True)
+            # Only tokens before the text are added to prompts. Tokens that the post-processor adds after the text would end the prompt.
+            mask = probe.special_tokens_mask
+            self._beginning = probe.ids[: mask.index(0) if 0 in mask else 0]
         added = self._tokenizer.get_added_tokens_decoder()
         # Added tokens of white space, as in Gemma, are ordinary text.
         self._added = {number: each.content for number, each in added.items() if each.content.strip(" \n\t▁")}
@@ -120,6 +123,11 @@ class HuggingFaceTokenizer:
         """The ids that `decode` omits, by the texts of their tokens."""
         self._guards = Guards(self._added.values())
         self.guarded = self._guards.guarded
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HuggingFaceTokenizer) and self.files[_TOKENIZER] == other.files[_TOKENIZER]
+
+    __hash__ = None
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
@@ -162,7 +170,7 @@ class HuggingFaceTokenizer:
     def encode_guarded(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """See `Tokenizer.encode_guarded`. The whole text is encoded at once, because tokenizers add spaces at certain places of a text."""
         before, plain = self._before(after), self._guards.restored(text)
-        found, guarded = self._found(self._tokenizer, before + plain), before + text
+        found, guarded = self._found(self._tokenizer, before, plain), before + text
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
             if self._added.get(number) not in (None, guarded[begin:end].strip()):  # not the template's
                 return self._ids(self._guarding, before, text)
@@ -184,20 +192,35 @@ class HuggingFaceTokenizer:
 
     def _before(self, after: Before) -> str:
         """Returns a text with the effect of the tokens `after` on the text that follows: a special token, or any ordinary text."""
-        return "" if after is None else self._added.get(int(after[-1]) if len(after) else -1, _ORDINARY)
+        return "" if after is None else self._added.get(int(after[-1]) if len(after) else -1, self._ordinary)
+
+    @cached_property
+    def _ordinary(self) -> str:
+        """Returns a text that represents ordinary text, or an empty string if the vocabulary is an alphabet without such a character."""
+        with suppress(ValueError):
+            return _ORDINARY if self._found(self._tokenizer, "", _ORDINARY) else ""
+        return ""
 
     def _ids(self, library: tokenizers.Tokenizer, before: str, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of `text` after `before`. If a token would span ordinary text and `text`, `text` is encoded alone."""
-        found, start = self._found(library, before + text), len(before)
+        found, start = self._found(library, before, text), len(before)
         if before == _ORDINARY and any(begin < start < end for begin, end in found.offsets):
-            found, start = self._found(library, text), 0
+            found, start = self._found(library, "", text), 0
         first = next((place for place, (begin, _) in enumerate(found.offsets) if begin >= start), len(found))
         return np.array(found.ids[first:], dtype=np.int32)
 
-    def _found(self, library: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    def _found(self, library: tokenizers.Tokenizer, before: str, text: str) -> tokenizers.Encoding:
         text.encode("utf-8")  # raises an error with the position of a lone surrogate
-        with self._library("cannot encode this text with"):
-            return library.encode(text, add_special_tokens=False)
+        try:
+            with self._library("cannot encode this text with"):
+                return library.encode(before + text, add_special_tokens=False)
+        except ValueError as error:
+            text = self._guards.restored(text)
+            missing = [at for at, char in enumerate(text) if library.token_to_id(char) is None]
+            if "[UNK]" not in str(error) or not missing:
+                raise
+            where = f"character {text[missing[0]]!r} at position {missing[0]} of {text!r:.80}"
+            raise ValueError(f"{where} is not in the vocabulary of {self._place}; remove it") from error
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a plain-text prompt, preceded by the beginning-of-text token if the model has one."""
@@ -301,6 +324,70 @@ class HuggingFaceTokenizer:
 
     def _json(self, name: str) -> Mapping[str, Any]:
         return read_object(self.files[name], f"{self._place}/{name}") if name in self.files else {}
+
+
+class _Untrained(HuggingFaceTokenizer):
+    """A tokenizer that needs no training. Its tokens have the ids 2, 3, ..., after the padding token (0) and the end token (1)."""
+
+    def __init__(
+        self, name: str, tokens: str, chat_template: ChatTemplate | None, **parts: Mapping[str, Any]
+    ) -> None:
+        """Writes the files that transformers loads too. `tokens` are single characters, and `parts` the other parts of tokenizer.json."""
+        # The first character of the special tokens is no token, so that no text of an alphabet can spell them out.
+        mark = next(char for char in map(chr, count(ord("["))) if char not in tokens)
+        special = (f"{mark}PAD]", f"{mark}END]")
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+        added = [{"id": number, "content": text, **flags} for number, text in enumerate(special)]
+        vocabulary = {text: number for number, text in enumerate([*special, *tokens])}
+        described = {**parts, "added_tokens": added, "model": {**parts["model"], "vocab": vocabulary}}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= {"pad_token": special[0], "eos_token": special[1]}
+        files = {
+            _TOKENIZER: json.dumps(described, ensure_ascii=False) + "\n",
+            _CONFIG: json.dumps(config) + "\n",
+        }
+        files |= {} if chat_template is None else {_TEMPLATE: chat_template.source}
+        super().__init__({file: text.encode() for file, text in files.items()}, place=name)
+
+
+class ByteTokenizer(_Untrained):
+    """Uses one token per UTF-8 byte, so it encodes any text. Bytes that are not valid UTF-8 are decoded to U+FFFD.
+
+    >>> ByteTokenizer().encode("A=").tolist()
+    [67, 63]
+    """
+
+    def __init__(self, *, chat_template: ChatTemplate | None = None) -> None:
+        """Names the bytes by the characters of byte-level vocabularies."""
+        tokens = "".join(sorted(_byte_level(), key=_byte_level().__getitem__))
+        pieces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        parts = {"pre_tokenizer": pieces, "decoder": pieces, "model": {"type": "BPE", "merges": []}}
+        super().__init__("byte", tokens, chat_template, **parts)
+
+
+class CharTokenizer(_Untrained):
+    """Uses one token per character of a fixed alphabet, in the alphabet's order.
+
+    >>> CharTokenizer("0123456789+=").encode("1+2").tolist()
+    [3, 12, 4]
+
+    Raises:
+        ValueError: the alphabet is empty or repeats a character.
+    """
+
+    def __init__(self, alphabet: str, *, chat_template: ChatTemplate | None = None) -> None:
+        """Checks the alphabet. There is no token [UNK], so the encoding methods refuse other characters."""
+        repeated = sorted({char for char in alphabet if alphabet.count(char) > 1})
+        if repeated or not alphabet:
+            problem = f"repeats {repeated}" if repeated else "is empty"
+            raise ValueError(
+                f"alphabet {alphabet!r} {problem}; give every character of prompts and responses once"
+            )
+        self.alphabet = alphabet
+        pieces = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        model = {"type": "WordLevel", "unk_token": "[UNK]"}
+        parts = {"pre_tokenizer": pieces, "decoder": {"type": "Fuse"}, "model": model}
+        super().__init__(f"char:{alphabet}", alphabet, chat_template, **parts)
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -8,6 +8,7 @@ from tests.run.conftest import (  # noqa: F401 - fixtures
     finished,
     micro,
     model,
+    model_without_weights,
     rows,
     run_micro,
     same_run,

@@ -1,5 +1,7 @@
 """Evaluation and sampling without training."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from dapo_jax.config import (
     EvalConfig,
     EvaluateConfig,
     SamplingConfig,
+    to_yaml,
 )
 from dapo_jax.trackers.rollout_log import read_problems, read_rollouts
 
@@ -34,6 +37,62 @@ def test_the_seed_decides_the_responses(model, compiled):
 def test_greedy_responses_to_a_prompt_are_all_the_same(model, compiled):
     for group in sample_small(model, compiled, temperature=0.0):
         assert len({tuple(rollout.response.tokens) for rollout in group.rollouts}) == 1
+
+
+@pytest.fixture
+def run_of(chat_model, micro, tmp_path):
+    """Returns a function that makes the folder of a run with a chat model and the given keys."""
+
+    def make(**changes):
+        shutil.copytree(chat_model, tmp_path / "run" / "model")
+        (tmp_path / "run" / "config.yaml").write_text(to_yaml(micro(**changes)))
+        return str(tmp_path / "run")
+
+    return make
+
+
+def texts_of(groups):
+    return [group.prompt.text for group in groups]
+
+
+def test_the_prompts_of_a_run_have_the_format_of_its_data(run_of, compiled):
+    shown = [{"prompt": "1+1", "response": "2"}]
+    keys = {"chat": True, "system_prompt": "S", "few_shot": shown, "prompt_template": "Q {prompt}"}
+    run = run_of(**{f"data__{name}": value for name, value in keys.items()})
+    turns = "user\nQ 1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\nQ 3"
+    for system, given in (("S", {}), ("T", {"system_prompt": "T"})):
+        [text] = texts_of(sample_small(run, compiled, ["3"], samples_per_prompt=1, **given))
+        assert text == (
+            f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>{turns}<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+def test_a_run_on_conversations_is_asked_in_a_conversation(run_of, compiled, tmp_path):
+    row = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    data = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "data_dir": str(tmp_path / "data")}
+    run = run_of(**{f"data__{name}": value for name, value in data.items()})
+    [text] = texts_of(sample_small(run, compiled, ["3"], samples_per_prompt=1))
+    assert text == "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
+    (tmp_path / "rows.jsonl").unlink()
+    assert texts_of(sample_small(run, compiled, ["3"], samples_per_prompt=1)) == ["3"]
+
+
+def test_the_responses_of_a_run_end_where_they_ended_in_training(run_of, compiled):
+    """Every id of the tokenizer ends a response, and the model's further ids do not, unless the caller names one id."""
+    run = run_of(sampling__stop_token_ids=list(range(320)))
+
+    def inner(**how):
+        return [token for tokens in tokens_of(sample_small(run, compiled, **how)) for token in tokens[:-1]]
+
+    assert min(inner(), default=320) >= 320
+    assert min(inner(stop_token_ids=[319])) < 320
+
+
+@pytest.mark.parametrize("limit", [128, 4000])
+def test_a_response_that_fills_every_position_of_the_model_is_refused(limit, model, compiled):
+    with pytest.raises(ConfigError, match=rf"max_response_tokens={limit} .* at most 127.* 128 positions"):
+        sample_small(model, compiled, max_response_tokens=limit)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +212,21 @@ def test_several_datasets_are_evaluated_one_after_the_other(model, small, tmp_pa
 def test_invalid_evaluations_are_configuration_errors(change, message, model, small):
     with pytest.raises(ConfigError, match=message):
         evaluate(model, small(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward__grader": "exakt"}, "exakt"),
+        ({"data__eval_split": "test[5:5]"}, r"'test\[5:5\]'.* 1,000 and 7,100 rows"),
+        ({"eval__datasets": [{"source": "jsonl", "path": "/held_out.jsonl"}]}, r"/held_out\.jsonl"),
+    ],
+)
+def test_the_grader_and_the_data_are_checked_before_the_weights(
+    change, message, small, model_without_weights
+):
+    with pytest.raises(ConfigError, match=message):
+        evaluate(model_without_weights, small(**change))
 
 
 def test_overrides_need_a_file(model, small):

@@ -52,6 +52,22 @@ def warmed(config):
     return run(config)
 
 
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("reward", {"grader": "exakt"}, "exakt"),
+        ("data", {"train_split": "train[5:5]"}, r"'train\[5:5\]'.* 1,000 and 7,100 rows"),
+        ("data", {"source": "jsonl", "path": "/missing.jsonl"}, r"/missing\.jsonl"),
+    ],
+)
+def test_the_grader_and_the_data_are_checked_before_the_weights(
+    section, change, message, config, model_without_weights, tmp_path
+):
+    changed = replace(config, run_dir=str(tmp_path / "run"), model=ModelConfig(source=model_without_weights))
+    with pytest.raises(ConfigError, match=message):
+        sft(replace(changed, **{section: replace(getattr(config, section), **change)}))
+
+
 def test_the_loss_goes_down_and_is_logged_each_step(config, warmed):
     """A uniform guess over 17 tokens costs log 17 = 2.83 nats."""
     lines = read_metrics(f"{config.run_dir}/metrics.jsonl")

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import re
 import subprocess
 import sys
 
@@ -17,8 +18,18 @@ def test_unknown_builders_splits_and_rows_are_answered_with_the_known_ones(data_
         load_rows("aritmetic", "train", data_dir)
     with pytest.raises(IndexError, match="row 3 is not in a split of 3 rows"):
         load_rows("arithmetic", "train[:3]", data_dir)[3]
-    with pytest.raises(ValueError, match=r"no split 'valid'; it has \['test', 'train'\]"):
+    with pytest.raises(
+        ValueError, match=r"no split 'valid'; it has \['test', 'train'\], with 1,000 and 7,100 rows"
+    ):
         load_rows("arithmetic", "valid", data_dir)
+
+
+@pytest.mark.parametrize(
+    "split", ["test[5:5]", "test[7:5]", "test[:0]", "test[1000:]", "test[:0]+train[:0]", "test[5000:6000]"]
+)
+def test_a_slice_without_rows_is_named_with_the_sizes_of_the_splits(split, data_dir):
+    with pytest.raises(ValueError, match=rf"{re.escape(repr(split))}; it has .*, with 1,000 and 7,100 rows"):
+        load_rows("arithmetic", split, data_dir)
 
 
 def test_prepared_dataset_is_reused(data_dir, monkeypatch):

@@ -71,6 +71,18 @@ def test_without_a_gpu_or_its_plugin_nothing_is_set(gpu, tmp_path):
     assert "XLA_FLAGS" not in applied()
 
 
+def test_a_gpu_that_is_not_used_is_reported_with_the_remedy(gpu, tmp_path):
+    assert "JAX_PLATFORMS=cuda" in gpu_settings.unused()  # JAX skips a GPU that it cannot initialize
+    gpu.setenv("JAX_PLATFORMS", "cpu")
+    assert "JAX_PLATFORMS=cpu" in gpu_settings.unused()
+    gpu.setattr(gpu_settings, "_PLUGINS", ("no_such_plugin",))
+    assert "[cuda]" in gpu_settings.unused()
+    (tmp_path / "nvidia0").unlink()
+    assert gpu_settings.unused() == ""
+    gpu.setenv("JAX_PLATFORMS", "cuda,cpu")
+    assert "[cuda]" in gpu_settings.unused()
+
+
 def test_a_command_that_uses_a_model_applies_them_and_the_doctor_shows_them(gpu, capsys):
     assert settings().message == "the defaults of JAX"
     assert main(["eval", "no/such/model", "run_dir=x"]) == 2

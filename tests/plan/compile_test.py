@@ -1,6 +1,7 @@
 """Programs compiled for TPU slices, which needs libtpu (extra tpu) and no TPU."""
 
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -9,7 +10,7 @@ pytest.importorskip("libtpu", reason="the extra tpu")
 
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
-from dapo_jax.plan.output import show_failures
+from dapo_jax.plan.output import show_verdict
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.remedies import suggestions
@@ -55,6 +56,20 @@ def folder(tmp_path):
 @pytest.fixture(scope="module")
 def compiled(file):
     return plan(load_config(file), topology=parse("v5e:2x2"))
+
+
+def test_sizes_that_are_known_are_checked_before_anything_compiles():
+    """Parameters and moments of 32.8e9 x 12 bytes are 92 GiB on each of 4 chips with 95.7 GiB; the cache on 4 chips is 68 GiB."""
+    config, said = load_config("dapo_qwen2.5_32b"), []
+    plan(config, topology=parse("v5p:2x2x1"), only=["no_program"], say=said.append)
+    [line] = said
+    assert line.startswith("will not fit: sampling: ")
+    assert {"train state 91.5 GiB", "decode state 68.0 GiB"} <= set(
+        re.findall(r"[a-z ]+ [\d.]+ GiB", line.partition("(")[2].replace(", ", ","))
+    )
+    said.clear()
+    plan(config, topology=parse("v5p:4x4x8"), only=["no_program"], say=said.append)
+    assert said == []
 
 
 def test_every_program_of_a_step_compiles_and_fits(compiled):
@@ -182,9 +197,9 @@ def test_arrays_that_do_not_fit_are_named_and_a_remedy_is_compiled(file, folder,
     found = plan(config, topology=parse("v5e:2x2"), only=("generate",))
     assert found.failures == ["generate"]
     assert "15.75G" in found.programs[0].refusal
-    show_failures(found, [], Console(width=160))
+    show_verdict(found, [], Console(width=160))
     printed = capsys.readouterr().out
-    assert "DOES NOT FIT: generate alone needs" in printed
+    assert "DOES NOT FIT: 1 of 1 programs; generate alone needs" in printed
     assert "15.75G" in printed, "the compiler's own message"
     tried = suggestions(found, assumed=Assumptions(), seconds=300.0)
     assert tried[-1].fits

@@ -8,9 +8,9 @@ from rich.console import Console
 from dapo_jax.config import load_config
 from dapo_jax.plan.compiled import Program, ProgramMemory
 from dapo_jax.plan.memory import phases
-from dapo_jax.plan.output import show, show_failures
+from dapo_jax.plan.output import show, show_verdict
 from dapo_jax.plan.plan import plan
-from dapo_jax.plan.remedies import held_in
+from dapo_jax.plan.remedies import Tried, held_in
 from dapo_jax.plan.topologies import parse
 
 GIB = 2**30
@@ -93,9 +93,45 @@ def test_a_phase_of_several_programs_is_one_line_with_the_fullest(capsys):
     assert "added by prefill_row_head" in line
 
 
-def test_the_message_lists_resident_arrays_with_sizes_and_keys(capsys):
-    show_failures(failed(), [], Console(width=300))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("DOES NOT FIT: sampling: decode needs")
-    assert "decode state" in lines[1]
-    assert "68.04 GiB of 90.95 GiB; sampling.cache_tokens=" in lines[1]
+def shown(made, capsys, tried=()):
+    show_verdict(made, tried, Console(width=300))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_each_kind_of_array_is_one_block_however_many_programs_do_not_fit(capsys):
+    """Twenty programs of the sampler hold the same arrays."""
+    made = failed()
+    programs = {f"fill_{number}": made.programs[0].memory for number in range(20)}
+    compiled = [replace(made.programs[0], name=name) for name in programs]
+    found = phases(programs, made.resident, updates=made.work.updates)
+    lines = shown(replace(made, programs=compiled, phases=found), capsys)
+    blocks = [line.partition(": ")[0] for line in lines if not line.startswith(" ")]
+    assert blocks[:3] == ["arrays of a program itself", "decode state", "sampler weights"]
+    assert len(set(blocks)) == len(blocks)
+    assert "68.04 GiB of 90.95 GiB (programs: 20)" in lines[1]
+    assert lines[2].startswith("    sampling.cache_tokens=")
+    changes = [line.partition("=")[0] for line in lines if line.startswith("    ")]
+    assert sorted(set(changes)) == sorted(changes)
+    assert lines[-1].startswith("DOES NOT FIT: 20 of 20 programs; sampling: fill slots needs ")
+
+
+def test_the_last_line_is_the_verdict(capsys):
+    over = failed()
+    assert shown(over, capsys)[-1].startswith("DOES NOT FIT: 1 of 1 programs; sampling: decode needs ")
+    tried = [Tried(overrides=("a=1",), fits=False), Tried(overrides=("a=1", "b=2"), fits=True)]
+    assert shown(over, capsys, tried)[-1].endswith("; it fits with a=1 b=2")
+    assert shown(failed(refused=True), capsys)[-1].startswith(
+        "DOES NOT FIT: 1 of 1 programs; generate alone needs 95.00 GiB of 90.95 GiB"
+    )
+    assert shown(failed(temporaries=0), capsys)[-1].startswith("FITS; sampling: decode needs ")
+    assert shown(replace(over, programs=[], phases=[]), capsys) == []
+
+
+def test_a_smaller_scalar_memory_is_one_block(capsys):
+    made = failed(refused=True)
+    smem = [
+        replace(made.programs[0], name=name, refusal="memory space smem") for name in ("generate", "paused")
+    ]
+    lines = shown(replace(made, programs=smem), capsys)
+    assert [line for line in lines if "sampling.page_tokens" in line] == [lines[1]]
+    assert "(programs: 2)" in lines[0]

@@ -247,3 +247,10 @@ def test_bools_of_a_trl_function_are_numbers():
     """TRL makes a float tensor of them; a bool of our own kind would be worth reward.incorrect=-1."""
     verdicts = grade_function(trl_reward(lambda **_: [True, False]))([sample("42"), sample("41")])
     assert [(verdict.correct, verdict.score) for verdict in verdicts] == [(True, 1.0), (False, 0.0)]
+
+
+def test_a_verl_function_gets_only_the_arguments_that_it_has():
+    def own(solution_str, ground_truth, method="strict"):
+        return float(solution_str == ground_truth and method == "strict")
+
+    assert [verl_reward(own)(sample(response)).correct for response in ("42", "41")] == [True, False]

@@ -10,7 +10,7 @@ import pytest
 from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.health.stopping import StoppedError
 from dapo_jax.rewards import Sample, as_verdict, grade_function, load_function, whole_group
-from dapo_jax.rewards.functions import RewardError
+from dapo_jax.rewards.functions import RewardError, load_reward
 
 PROMPT = Prompt(ordinal=7, tokens=np.array([5, 6], np.int32), text="1+1", answer="2", row={"level": 3})
 SAMPLE = Sample(prompt=PROMPT, response="=2", tokens=np.array([4, 5, 1], np.int32), finish_reason="stop")
@@ -287,3 +287,28 @@ def test_a_response_that_ends_in_thoughts_of_its_prompt_has_no_answer(grader, re
         opened = dataclasses.replace(PROMPT, text=text)
         [verdict] = grade([dataclasses.replace(SAMPLE, prompt=opened, response="Answer: 2")])
         assert verdict.correct is correct
+
+
+@pytest.mark.parametrize(
+    ("head", "library"),
+    [
+        ("def f(completions, **kwargs)", "trl"),
+        ("def f(prompts, completions, answer, **kwargs)", "trl"),
+        ("async def f(completions, trainer_state=None)", "trl"),
+        ("def f(data_source, solution_str, ground_truth, extra_info=None)", "verl"),
+        ("def f(solution_str, ground_truth, method='strict')", "verl"),
+    ],
+)
+def test_a_function_of_another_library_is_answered_with_its_prefix(head, library, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(f"{head}:\n    return 1.0\n")
+    spec = f"{file}:f"
+    with pytest.raises(ValueError, match=re.escape(f"{library}:{spec}")):
+        load_reward(spec)
+    assert load_reward(f"{library}:{spec}").name == f"{library}:{spec}"
+    with pytest.raises(ValueError, match=rf"adapters\.{library}_reward"):
+        load_reward(load_function(spec))
+
+
+def test_a_function_with_one_parameter_may_call_it_completions():
+    assert load_reward(lambda completions: True).name

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -30,6 +31,37 @@ def test_a_minibatch_with_nothing_left_is_no_update(micro, rows):
     batches = Run(micro(reward__overlong__filter_truncated=True), prompts=rows, reward=bool).batches
     assert len(batches.minibatches([cut, make_group(1, "xx..")], 1)) == 1
     assert batches.minibatches([cut], 1) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward__grader": "exakt"}, "exakt"),
+        ({"data__source": "jsonl", "data__path": "/missing.jsonl"}, r"data\.source='jsonl'.*/missing\.jsonl"),
+        ({"data__train_split": "train[5:5]"}, r"'train\[5:5\]'.* 1,000 and 7,100 rows"),
+        ({"data__eval_split": "test[5:5]"}, r"'test\[5:5\]'.* 1,000 and 7,100 rows"),
+        ({"eval__datasets": [{"source": "jsonl", "path": "/held_out.jsonl"}]}, r"/held_out\.jsonl"),
+    ],
+)
+def test_the_grader_and_the_data_are_checked_before_the_weights(
+    changes, message, micro, data_dir, model_without_weights
+):
+    with pytest.raises(ConfigError, match=message):
+        Run(
+            micro(
+                model__source=model_without_weights,
+                data__data_dir=data_dir,
+                data__max_prompt_tokens=5,
+                **changes,
+            )
+        )
+
+
+def test_the_first_note_has_the_devices_the_parameters_and_the_prompts(micro, rows):
+    run = Run(micro(), prompts=rows, reward=bool)
+    count = f"{run.policy.decoder.parameters:,}"
+    assert re.findall(r"[\d,]+", run.notes[0]) == [count, str(len(rows)), str(len(jax.devices()))]
+    assert run.notes[0].endswith(jax.devices()[0].device_kind)
 
 
 def test_every_step_has_its_own_order_and_a_replayed_one_the_same(micro, rows):

@@ -6,6 +6,7 @@ The eight virtual CPU devices of the test session are the mesh: weights over fsd
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,15 @@ def save_micro_model(folder):
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     save_micro_model(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def model_without_weights(model, tmp_path_factory):
+    """A model folder whose weights cannot be loaded."""
+    folder = tmp_path_factory.mktemp("no_weights") / "model"
+    shutil.copytree(model, folder)
+    (folder / "model.safetensors").write_bytes(b"damaged")
     return str(folder)
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 import signal
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
@@ -43,8 +44,8 @@ def test_other_machines_need_a_key(host):
     pytest.importorskip("aiohttp", reason="needs the extra http")
     with pytest.raises(ConfigError, match=f"--host {re.escape(host)} .*DAPO_JAX_API_KEY"):
         serve_http("no such model", HttpOptions(host=host))
-    with pytest.raises(ConfigError, match="no such model"):
-        serve_http("no such model", HttpOptions(host=host, compilation_cache=""), api_key="key")
+    with pytest.raises(ConfigError, match=r"no such model|cannot listen on"):
+        serve_http("no such model", HttpOptions(host=host, port=0, compilation_cache=""), api_key="key")
 
 
 @pytest.mark.parametrize(
@@ -66,12 +67,27 @@ def test_a_system_prompt_needs_a_chat():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--http", "--chat"], ["--http", "--system-prompt", "a"], ["--model-name", "a"]],
+    [["--chat"], ["--system-prompt", "a"], ["--jetstream", "--model-name", "a"]],
 )
 def test_options_of_the_other_server_are_refused(arguments, capsys):
     assert main(["serve", "shipped:quickstart", *arguments]) == 2
-    option = next(each for each in arguments if each != "--http")
+    option = next(each for each in arguments if each != "--jetstream")
     assert option in capsys.readouterr().err
+
+
+def test_the_former_option_for_http_is_answered_with_the_default(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "shipped:quickstart", "--http"])
+    assert re.search("--http; .*default.*leave --http out", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("server", [["http"], ["jetstream", "--jetstream"]])
+def test_a_port_that_is_taken_is_found_before_the_model_is_loaded(server, capsys):
+    pytest.importorskip("aiohttp" if server[0] == "http" else "jetstream", reason="needs the extra")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "no/such/model", "--port", str(port), *server[1:]]) == 2
+    assert re.search(f"cannot listen on 127.0.0.1:{port}: .*--port 0", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +127,23 @@ def server(run_dir, tmp_path_factory):
         assert server.process.wait(timeout=60) == 0, server.err.read_text()[-2000:]
         assert "stopping" in server.out.read_text()
         assert "Traceback" not in server.err.read_text()
+
+
+def test_nothing_is_compiled_after_the_server_is_ready_and_each_request_is_one_line(server):
+    """A response, one with a seed, and a scored prompt: each has the 3 tokens of the prompt and 1 sampled token."""
+    compiled = server.err.read_text().count("Compiling jit")
+    assert compiled > 0
+    asked(server, "1+2", max_tokens=1, temperature=0)
+    asked(server, "1+2", max_tokens=1, seed=7)
+    body = {"prompt": "1+2", "max_tokens": 1, "echo": True, "logprobs": 1}
+    assert ask(server.address, "/v1/completions", body).status == 200
+    assert ask(server.address, "/a%0Ab%1b[31m", method="GET").status == 404
+    assert server.err.read_text().count("Compiling jit") == compiled
+    lines = [line for line in server.err.read_text().splitlines() if re.match("(POST|GET) /", line)]
+    heads = [re.sub(r" \d+\.\d\d s$", "", line) for line in lines[-4:]]
+    sampled = "POST /inference/v1/generate 200 3+1 tokens"
+    last = ["POST /v1/completions 200 3+1 tokens", "GET /a%0Ab%1b[31m 404 0+0 tokens"]
+    assert heads == [sampled, sampled, *last]
 
 
 def greedy_tokens(responses):
@@ -155,7 +188,6 @@ def test_every_option_reaches_the_loop(policies, monkeypatch):
 def test_a_run_is_followed_while_requests_run_and_nothing_compiles(server, run_dir, policies, greedy):
     """Twice, with four clients that send requests all the time: no request fails, and later answers are from the new weights."""
     assert asked(server, PROMPTS[3], temperature=0)["token_ids"] == greedy[0][PROMPTS[3]].tokens.tolist()
-    asked(server, PROMPTS[3], seed=1)
     compiled = server.err.read_text().count("Compiling jit")
     assert compiled > 0
     for step, policy in ((2, 1), (3, 0)):

@@ -230,6 +230,7 @@ def test_the_client_in_the_docs_works(server, greedy):
     [
         ({"follow_s": 1.0}, "`checkpoints`"),
         ({"max_prompt_tokens": 40, "max_response_tokens": 30}, "70 positions.* 64"),
+        ({"max_prompt_tokens": 0, "max_response_tokens": 64}, "--max-prompt-tokens 1 .* 65 positions.* 64"),
         ({"chat": True}, "--chat"),
         ({"slots": 9, "max_prompt_tokens": 8, "max_response_tokens": 8}, "slots=9"),
     ],

@@ -130,7 +130,7 @@ class Running:
 
     def __init__(self, folder, model, *arguments, http=True, key="", descriptors=0):
         self.out, self.err = folder / "out", folder / "err"
-        command = [sys.executable, "-m", "dapo_jax.cli", "serve", model, *["--http"] * http, "--port", 0, "--slots", 4, "--compilation-cache", "", *arguments]  # fmt: skip
+        command = [sys.executable, "-m", "dapo_jax.cli", "serve", model, *["--jetstream"] * (not http), "--port", 0, "--slots", 4, "--compilation-cache", "", *arguments]  # fmt: skip
         environment = {**os.environ, "JAX_LOG_COMPILES": "0" if descriptors else "1", "DAPO_JAX_API_KEY": key}
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(

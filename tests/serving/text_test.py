@@ -1,7 +1,5 @@
 """Text that is decoded in blocks equals the text of all tokens."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,7 +25,6 @@ def test_half_a_character_is_held_back():
 def test_a_token_may_be_decoded_differently_at_the_start_of_a_text():
     """Some tokenizers drop the first space of a text."""
 
-    @dataclass(frozen=True)
     class Spaced(CharTokenizer):
         def decode(self, ids):
             return super().decode(ids).removeprefix(" ")

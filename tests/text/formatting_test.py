@@ -71,8 +71,10 @@ def test_two_system_messages_are_refused(chat_tokenizer):
 
 
 @pytest.mark.parametrize("prompt", ["1", ASKED])
-def test_a_conversation_needs_a_chat_template(prompt):
-    with pytest.raises(ValueError, match=r"chat_template\.jinja"):
+def test_without_a_chat_template_a_conversation_is_answered_with_the_keys_to_set(prompt):
+    with pytest.raises(
+        ValueError, match=r"data\.chat=false.*data\.source_options.*model\.source.*chat_template\.jinja"
+    ):
         text_of(prompt, ByteTokenizer(), chat=True)
 
 

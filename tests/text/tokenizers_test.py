@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,16 +54,58 @@ def test_bytes_that_are_no_utf8_become_the_replacement_character():
     assert ByteTokenizer().decode(np.array([0xC3 + 2, 0x41 + 2], np.int32)) == "\ufffdA"
 
 
-def test_unknown_character_is_named_with_its_position_and_the_alphabet():
-    with pytest.raises(ValueError, match=r"'x' at position 2 of '1\+x' .* '0123456789\+='"):
-        SUMS.encode("1+x")
+def test_unknown_character_is_named_with_its_position_and_the_alphabet(tmp_path):
+    for method in (SUMS.encode, SUMS.encode_plain, SUMS.encode_prompt):
+        with pytest.raises(ValueError, match=r"'x' at position 2 of '1\+x' .*char:0123456789\+="):
+            method("1+x")
+    save_tokenizer(SUMS, tmp_path)
+    with pytest.raises(ValueError, match=rf"'x' at position 2 of '1\+x' .*{tmp_path}"):
+        load_tokenizer(tmp_path).encode("1+x")
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), SUMS])
-@pytest.mark.parametrize("bad", [-1, 300])
-def test_id_outside_the_vocabulary_is_refused(tokenizer, bad):
-    with pytest.raises(ValueError, match=f"token {bad} is outside .* vocabulary of {tokenizer.vocab_size}"):
-        tokenizer.decode(np.array([2, bad], np.int32))
+ALPHABETS = ["0123456789+=:,?", "0123456789-:?<>", 'é"\\\n 中']
+
+
+@pytest.mark.parametrize("alphabet", ALPHABETS)
+def test_the_ids_of_characters_follow_the_padding_and_the_end_token(alphabet, tmp_path):
+    """Id 2 + place in the alphabet, also in a folder of the former format, and after saving. No special token can be spelled."""
+    former = {"type": "dapo_jax.char", "alphabet": alphabet}
+    write(tmp_path / "former", {"tokenizer.json": json.dumps(former).encode()})
+    save_tokenizer(CharTokenizer(alphabet), tmp_path / "now")
+    for tokenizer in (CharTokenizer(alphabet), *map(load_tokenizer, (tmp_path / "former", tmp_path / "now"))):
+        assert tokenizer.encode(alphabet).tolist() == list(range(2, 2 + len(alphabet)))
+        assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.stop_ids) == (0, 1, (1,))
+        assert tokenizer.vocab_size == 2 + len(alphabet)
+        assert tokenizer.decode(np.arange(2 + len(alphabet))) == alphabet
+        assert (
+            tokenizer.encode_guarded(tokenizer.guarded(alphabet)).tolist()
+            == tokenizer.encode(alphabet).tolist()
+        )
+
+
+def test_characters_of_the_special_tokens_stay_characters():
+    tokenizer = CharTokenizer("[]PADEN")
+    for encode in (
+        tokenizer.encode,
+        tokenizer.encode_plain,
+        lambda text: tokenizer.encode_guarded(tokenizer.guarded(text)),
+    ):
+        assert encode("[PAD]").tolist() == [2, 4, 5, 6, 3]
+
+
+def test_transformers_would_find_an_ordinary_file(tmp_path):
+    """transformers reads a fast tokenizer from these two files: the class, and the tokens that end and pad."""
+    for tokenizer, ids in (
+        (CharTokenizer("1+"), [2, 3, 2]),
+        (ByteTokenizer(), [0x31 + 2, 0x2B + 2, 0x31 + 2]),
+    ):
+        save_tokenizer(tokenizer, tmp_path)
+        library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        assert library.encode(f"1+1{config['eos_token']}").ids == [*ids, 1]
+        assert library.decode([*ids, 1, 0]) == "1+1"
+        assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert [library.token_to_id(config[name]) for name in ("pad_token", "eos_token")] == [0, 1]
 
 
 @pytest.mark.parametrize(("alphabet", "words"), [("abcb", r"repeats \['b'\]"), ("", "empty")])
@@ -114,6 +157,15 @@ def test_a_model_may_have_more_rows_than_the_tokenizer_ids_but_not_fewer():
     check_vocabulary(SUMS, 64)
     with pytest.raises(ValueError, match=r"tokenizer has 14 ids .* 13 rows: ids from 13 on"):
         check_vocabulary(SUMS, 13)
+
+
+def test_the_ids_of_bytes_follow_the_padding_and_the_end_token(tmp_path):
+    """Id 2 + byte, also in a folder of the former format. U+10FFFF is F4 8F BF BF in UTF-8."""
+    write(tmp_path, {"tokenizer.json": b'{"type": "dapo_jax.byte"}'})
+    for tokenizer in (ByteTokenizer(), load_tokenizer(tmp_path)):
+        for text in ("\0 \x7f\n<|PAD|>", "é中🙂\U0010ffff"):
+            assert tokenizer.encode(text).tolist() == [2 + byte for byte in text.encode()]
+        assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.stop_ids) == (258, 0, (1,))
 
 
 def test_a_tokenizer_of_another_kind_cannot_be_saved(tmp_path):
