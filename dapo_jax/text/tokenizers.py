@@ -86,7 +86,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str], ends: S
             f"a {type(tokenizer).__name__} cannot be written to a model folder; use a ByteTokenizer, a CharTokenizer or a "
             "HuggingFaceTokenizer"
         )
-    tokenizer.save(folder)
+    tokenizer.save(folder, ends)
 
 
 def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
