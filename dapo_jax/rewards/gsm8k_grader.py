@@ -4,19 +4,22 @@ import re
 from fractions import Fraction
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.numerals import CHANGING_AFTER, CHANGING_BEFORE, number, plain
+from dapo_jax.rewards.numerals import UNIT, WORD, number, placeholder, plain
 
 _MARK = "####"
 _PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|[^\s=<>.,;:!?#|\"'`~])|(?<=[0-9])[eE][-+]?(?=[0-9]))"
 _RUN = re.compile(rf"{_PIECE}+(?: {_PIECE}+)*")
 """Matches a run: digits and all characters joined to them. `3-5`, `1/2` and `1 000` are one run each, but `48 = 48` is two runs."""
 _CHANGED_BEFORE = re.compile(
-    rf"\b(?i:(?:divided|multiplied) by|{'|'.join(CHANGING_BEFORE)})\s*\Z|(?<![A-Za-z])[A-Za-zπ]\Z|(?<![<>])[<>≤≥]\s*\Z"
+    r"(?:\b(?i:n['’]t|not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above"
+    r"|under|except|without|odd|even|by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|\w+ths?) of)\s*"
+    r"|(?<![A-Za-z])[A-Za-zπ]|(?<![<>])[<>≤≥]\s*)\Z"
 )
 _CHANGED_AFTER = re.compile(
-    rf"[\s-]*(?:and an? )?(?i:{'|'.join(CHANGING_AFTER)})\b|[xyznkKMBπ](?![^\W\d_])|[A-Za-z]?[\^_]"
+    r"[\s-]*(?:and an? )?(?i:hal(?:f|ves)|thirds?|quarters?|(?!month|length|width|depth|path)\w+ths?|dozens?|scores?|gross|hundreds?|thousands?"
+    r"|lakhs?|crores?|\w+illions?|squared|cubed|base|mod|modulo|divided|multiplied|factorial)\b|[A-Za-z](?![^\W\d_])(?<![mghsL])|[A-Za-z]?[\^_]"
 )
-"""Like `_CHANGED_BEFORE`, matches words and letters next to a run that change its value, as in minus 5, 2x or 5k. Other words are units, as in 72 km."""
+"""Like `_CHANGED_BEFORE`, matches words and letters next to the last number of a text that change it, as in minus 5, 2x or 5k."""
 _CURRENCY = re.compile(r"(?<![0-9])\\?[$€£¥₹]|\\?[$€£¥₹](?![0-9])")
 _WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|left|right)(?![A-Za-z])|\\[()\[\]]")
 _FRACTION = re.compile(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")
@@ -69,12 +72,12 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     if not runs:
         return None
     last = runs[-1]
-    cleaned = _FRACTION.sub(r" \1/\2", _WRAPPER.sub("", _CURRENCY.sub("", last[0])))
-    cleaned = cleaned.lstrip("([{*:, ").rstrip(")]}([{*_°%¢\\-+/ ")
+    cleaned = _FRACTION.sub(r" \1/\2", _WRAPPER.sub(" ", _CURRENCY.sub(" ", last[0])))
+    cleaned = re.sub(" [-+/]+ *$", "", cleaned).lstrip("([{*:, ").rstrip(")]}([{*_°%¢\\ ")
     cleaned = re.sub(r"^[-*+] +", "", cleaned).strip()
     before, after = _CHANGED_BEFORE.search(text[: last.start()]), _CHANGED_AFTER.match(text, last.end())
     joined = re.search(r"[A-Za-z]-", text[max(0, last.start() - 1) : last.start() + 1])
-    if (alone and len(runs) > 1) or joined:
+    if (alone and not _is_statement(text[: last.start()], text[last.end() :])) or joined:
         whole = text
     elif before or after:
         whole = text[before.start() if before else last.start() : after.end() if after else last.end()]
@@ -83,3 +86,16 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     else:
         whole = cleaned
     return " ".join(whole.split()), None
+
+
+def _is_statement(before: str, after: str) -> bool:
+    """Returns whether the texts next to a number hold only punctuation and words that do not change the number (`numerals.placeholder`)."""
+    before, after = _WRAPPER.sub(" ", re.sub(r"(?<![A-Za-z])[A-Za-z]\s*=\s*$", "", before)), _WRAPPER.sub(" ", after)
+    words = [*(WORD.findall(before)), *(word for word in WORD.findall(after) if word not in "mghsL")]
+    units = [word for word in WORD.findall(before) if placeholder(word) == UNIT]
+    return (
+        all(map(placeholder, words))
+        and not units
+        and re.fullmatch(r"""[\s.,:;=*"'`(\[{$]*""", WORD.sub("", before)) is not None
+        and re.fullmatch(r"""[\s.,:;*"'`)\]}$%]*|/""", WORD.sub("", after)) is not None
+    )

@@ -17,6 +17,8 @@ from dapo_jax.rewards.math_reader import UNION, ReadAnswer, Relation, Several, i
 DIGITS = 50
 """Number of digits that must agree for irrational numbers to be equal."""
 
+_POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13), (-41, -17, 13), (230, 7, 3), (-230, -7, 3), (5, 3, 97), (18, 2, 13))  # fmt: skip
+"""Each point gives its variables the values a/c, (a + b)/c, (a + 2b)/c, ..."""
 _FLIPPED = {">": "<", "≥": "≤"}
 
 
@@ -39,9 +41,9 @@ class _Comparison:
         if isinstance(gold, Relation) and isinstance(found, Relation):
             return self._same_relation(gold, found)
         if isinstance(gold, Relation):
-            gold = _value_of(gold, interval=isinstance(found, Several))
+            gold = self._value_of(gold, interval=isinstance(found, Several))
         if isinstance(found, Relation):
-            found = _value_of(found, interval=isinstance(gold, Several))
+            found = self._value_of(found, interval=isinstance(gold, Several))
         if gold is None or found is None:
             return False
         if isinstance(gold, Several) and isinstance(found, Several):
@@ -52,9 +54,11 @@ class _Comparison:
         return self._same_number(gold, found)
 
     def _same_items(self, gold: Several, found: Several) -> bool:
+        if UNION in (gold.opened, found.opened):
+            gold, found = _union(gold), _union(found)
         # Square brackets denote an interval only around two values. Otherwise they are treated as parentheses.
         kinds = {
-            "()" if several.opened == "[" and len(several.items) != 2 else several.opened + several.closed
+            "()" if several.opened == "[" and len(several.items) != 2 else several.opened + several.closed.removeprefix("or")
             for several in (gold, found)
         }
         if kinds <= {r"\{\}", ""} or kinds == {UNION}:
@@ -78,9 +82,11 @@ class _Comparison:
         return True
 
     def _same_relation(self, gold: Relation, found: Relation) -> bool:
-        gold, found = _oriented(gold), _oriented(found)
+        gold, found = self._oriented(gold), self._oriented(found)
         if gold.signs != found.signs:
-            return False
+            sets = [_interval(relation) for relation in (gold, found)]
+            names = [{str(x) for side in relation.sides for x in _names(side)} for relation in (gold, found)]
+            return all(isinstance(each, Several) for each in sets) and names[0] == names[1] and self.equal(*sets)
         if all(map(self.equal, gold.sides, found.sides)):
             return True
         sides = (*gold.sides, *found.sides)
@@ -91,6 +97,26 @@ class _Comparison:
         if not all(ratio.is_finite and _are_close(ratio, ratios[0]) for ratio in ratios):
             return False
         return bool(ratios[0].is_positive if gold.signs[0] in "<≤" else ratios[0].is_nonzero)
+
+    def _oriented(self, relation: Relation) -> Relation:
+        """Rewrites > as <. If the inner sides of a chain of equations are numbers, as in x = 2 + 3 = 5, keeps only the two ends."""
+        *_, last = sides = relation.sides
+        if set(relation.signs) == {"="} and all(not _has_letters(x) and self.equal(last, x) for x in sides[1:-1]):
+            return Relation((sides[0], last), ("=",))
+        return _ascending(relation)
+
+    def _value_of(self, relation: Relation, *, interval: bool) -> Any:
+        """Returns the value that a relation states, such as 5 for x = 5 or 3 + 2 = 5, or None if it states no value. With `interval`, a < x < b has an interval as its value."""
+        if set(relation.signs) != {"="}:
+            return _interval(relation) if interval else None
+        *others, found = [side for side in relation.sides if not is_name(side)] or relation.sides[-1:]
+        names = [side for side in relation.sides if is_name(side) and side is not found]
+        # A name in its own value, as in f(x) = f(x - 1) + 2, makes an equation. Without a name, only an equation of numbers has a value.
+        known = {name.func if isinstance(name, AppliedUndef) else name for name in names}
+        if (not names and _has_letters(found)) or not all(self.equal(found, other) for other in others):
+            return None
+        used = found.free_symbols | {each.func for each in found.atoms(AppliedUndef)} if isinstance(found, sympy.Expr) else set()
+        return None if used & known else found
 
     def _same_number(self, gold: Any, found: Any) -> bool:
         if gold == found:
@@ -112,6 +138,14 @@ class _Comparison:
         return not (gold.is_Rational and found.is_Rational) and _are_close(gold, found)
 
 
+def _names(side: Any) -> set[Any]:
+    return set().union(*map(_names, side.items)) if isinstance(side, Several) else side.free_symbols
+
+
+def _has_letters(side: Any) -> bool:
+    return not isinstance(side, sympy.Expr) or bool(side.free_symbols)
+
+
 def _are_close(one: Any, other: Any) -> bool:
     """Returns whether two numbers agree to `DIGITS` digits."""
     difference: Any = sympy.Abs(one - other)
@@ -125,40 +159,55 @@ def _are_close(one: Any, other: Any) -> bool:
 
 
 def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
-    """Evaluates the expressions at three points, with positive and negative values of the variables."""
+    """Evaluates the expressions at three points at which all of them are real, with positive and negative values of the variables."""
     names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
-    points = [
-        {name: sympy.Rational(start + step * place, under) for place, name in enumerate(names)}
-        for start, step, under in ((17, 10, 29), (-17, -10, 29), (7, -13, 11))
-    ]
-    return [[expression.subs(point) for expression in expressions] for point in points]
+    powers = set().union(*(expression.atoms(sympy.Pow) for expression in expressions))
+    logarithms = set().union(*(expression.atoms(sympy.log) for expression in expressions))
+    # Even roots and logarithms are real only for positive numbers.
+    positive = [power.base for power in powers if power.exp.is_Rational and not power.exp.is_Integer]
+    positive += [logarithm.args[0] for logarithm in logarithms]
+    found: list[list[Any]] = []
+    every: list[list[Any]] = []
+    for start, step, under in _POINTS:
+        point = {name: sympy.Rational(start + step * place, under) for place, name in enumerate(names)}
+        every.append([expression.subs(point) for expression in expressions])
+        if all(sympy.N(each.subs(point)).is_nonnegative for each in positive) and all(map(_is_real, every[-1])):
+            found.append(every[-1])
+        if len(found) == 3:
+            break
+    return found or every[:3]
 
 
-def _value_of(relation: Relation, *, interval: bool) -> Any:
-    """Returns the value that a relation states, such as 5 for x = 5, or None if it states no value. With `interval`, a < x < b has an interval as its value."""
-    first, last = relation.sides[0], relation.sides[-1]
-    if set(relation.signs) == {"="}:
-        if is_name(last) and not is_name(first):
-            return first
-        return last if is_name(first) or (isinstance(first, sympy.Expr) and first.is_number) else None
-    if not interval:
-        return None
-    sides, signs = _oriented(relation).sides, _oriented(relation).signs
+def _is_real(value: Any) -> bool:
+    return bool(value.is_Rational or sympy.N(value).is_real)
+
+
+def _union(several: Several) -> Several:
+    """Writes a list such as x < 2 or x > 3 as a union of intervals."""
+    items = [_interval(item) if isinstance(item, Relation) else item for item in several.items]
+    if several.closed != "or" or not all(isinstance(item, Several) for item in items):
+        return several
+    return Several(UNION, tuple(items), "")
+
+
+def _interval(relation: Relation) -> Any:
+    """Returns the interval that a relation such as a < x < b or x in (a, b) states, or None."""
+    relation = _ascending(relation)
+    sides, signs = relation.sides, relation.signs
+    if signs == ("=",) and is_name(sides[0]):
+        return sides[1]
     if not set(signs) <= {"<", "≤"} or not all(isinstance(side, sympy.Expr) for side in sides):
         return None
     if len(sides) == 2:
-        sides = (-sympy.oo, *sides) if sides[0].is_Symbol else (*sides, sympy.oo)
+        sides = (-sympy.oo, *sides) if is_name(sides[0]) else (*sides, sympy.oo)
         signs = ("<", *signs) if sides[0] == -sympy.oo else (*signs, "<")
-    if len(sides) != 3 or not sides[1].is_Symbol:
+    if len(sides) != 3 or not is_name(sides[1]):
         return None
     return Several("(["[signs[0] == "≤"], (sides[0], sides[2]), ")]"[signs[1] == "≤"])
 
 
-def _oriented(relation: Relation) -> Relation:
-    """Rewrites > as <, and ≥ as ≤. If the inner sides of a chain of equations are numbers, as in x = 2 + 3 = 5, keeps only the two ends."""
-    sides, signs = relation.sides, relation.signs
-    if set(signs) == {"="} and all(isinstance(x, sympy.Expr) and not x.free_symbols for x in sides[1:-1]):
-        return Relation((sides[0], sides[-1]), ("=",))
-    if set(signs) <= {">", "≥"}:
-        return Relation(sides[::-1], tuple(_FLIPPED[sign] for sign in signs[::-1]))
-    return relation
+def _ascending(relation: Relation) -> Relation:
+    """Rewrites > as <, and ≥ as ≤."""
+    if not set(relation.signs) <= {">", "≥"}:
+        return relation
+    return Relation(relation.sides[::-1], tuple(_FLIPPED[sign] for sign in relation.signs[::-1]))

@@ -7,16 +7,14 @@ from dapo_jax.dapo.rollouts import Verdict
 TAIL_CHARACTERS = 2000
 """Number of characters at the end of a response that are searched for the answer. The rest is skipped for speed."""
 
-_ANSWER = re.compile(r"answer\s*:[\s*]*", re.IGNORECASE)
-_THE_ANSWER_IS = re.compile(r"\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b:?|:|=)", re.IGNORECASE)
+_ANSWER = re.compile(r"(?:answer\s*[:：]|<answer>)[\s*]*", re.IGNORECASE)
+_THE_ANSWER_IS = re.compile(r"\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b[:：]?|[:：=])", re.IGNORECASE)
 _BOLD = re.compile(r"(?<![\w)}])\*\*([^*]+)\*\*|^_([^_]+)_$")
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
+_BETWEEN_BOXES = re.compile(r"(?:[ ,;$]|\\[()\[\],;:]|\\q?quad|(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)*")
 _LEADING_EQUALS = re.compile(r"^((?:\\\(|\\\[|\$|\s)*)=(?![=>])")
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
-# A comma before exactly three digits separates thousands. Any other comma separates the items of a list.
-_NUMBER = r"[-+]?\(?[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?\)?"
-_LEFT_TO_DO = re.compile(rf"{_NUMBER}(?:[-+*]{_NUMBER})+")
 
 
 def math_grader(response: str, answer: str) -> Verdict:
@@ -37,17 +35,20 @@ def math_grader(response: str, answer: str) -> Verdict:
     """
     # Imported here because these modules import sympy, which loads slowly.
     from dapo_jax.rewards.math_equality import same_meaning
-    from dapo_jax.rewards.math_reader import read, text_form
+    from dapo_jax.rewards.math_reader import is_word, read, same_text, text_form
 
     stated, where = _statement(response[-TAIL_CHARACTERS:])
-    stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r"\1\2", stated))
+    stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r" \1\2 ", stated))
     if stated is None:
         return Verdict(correct=False, reason=f"{where}: no answer found")
     extracted = text_form(stated)
-    if extracted and extracted == text_form(answer):
+    wanted = text_form(answer)
+    if extracted and same_text(extracted, wanted):
         return Verdict(correct=True, extracted=extracted, reason=f"{where}: equal as text")
+    if extracted.isalpha() and wanted.isalpha() and is_word(wanted):  # not products: no is not on
+        return Verdict(correct=False, extracted=extracted, reason=f"{where}: expected {answer!r}")
     found, gold = read(stated), read(answer)
-    if found is not None and _LEFT_TO_DO.fullmatch(re.sub(r"[\s{}]", "", found.text).strip("()")):
+    if found is not None and found.undone and not (gold is not None and gold.undone):
         return Verdict(correct=False, extracted=extracted, reason=f"{where}: unevaluated arithmetic")
     if found is None or gold is None:
         which = "the answer" if found is None else f"the reference {answer!r}"
@@ -73,6 +74,7 @@ def unread_by_math(answer: str) -> bool:
 def _statement(text: str) -> tuple[str | None, str]:
     """Returns the stated answer, or None if it is missing or was cut off. Also returns the place where it was found or expected, in words."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
+    text = text if answer is None else text[:answer] + text[answer:].replace("</answer>", "\n", 1)
     line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
     # A box after the line of the last `Answer:` takes precedence, because it is the response's last statement.
     boxed, found = _last_box(text[line_end + 1 :])
@@ -93,16 +95,22 @@ def _statement(text: str) -> tuple[str | None, str]:
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
-    r"""Returns the content of the last outermost `\boxed{}`, or None if it is not closed. Also returns whether there is a box."""
-    content, at = None, 0
+    r"""Returns the content of the last outermost `\boxed{}`, or None if it is not closed. Also returns whether there is a box.
+
+    Boxes with only commas, "and" or "or" between them are one list.
+    """
+    contents: list[str] = []
+    at = 0
     while opened := _BOX.search(text, at):
-        depth, content = 1, None
+        if not _BETWEEN_BOXES.fullmatch(text, at, opened.start()):
+            contents = []
+        depth = 1
         for brace in re.finditer(r"\\[{}]|[{}]", text[opened.end() :]):
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if depth == 0:
                 at = opened.end() + brace.end()
-                content = text[opened.end() : at - 1]
+                contents.append(text[opened.end() : at - 1])
                 break
         else:
             return None, True
-    return content, at > 0
+    return ", ".join(dict.fromkeys(contents)), at > 0

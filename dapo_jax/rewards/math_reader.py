@@ -22,8 +22,9 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
+from sympy.core.function import AppliedUndef
 
-from dapo_jax.rewards.numerals import CHANGING_AFTER, CHANGING_BEFORE, GROUPED, NUMERAL, plain, value
+from dapo_jax.rewards.numerals import COPULA, FILLER, GROUPED, NUMERAL, PER_AREA, UNIT, WORD, placeholder, plain, value
 
 MOST_BITS = 20_000
 """Maximum size in bits of a power such as 2^1000. An answer with a larger power is not parsed."""
@@ -37,7 +38,10 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True)
 class Several:
-    """Several values: an interval `(1,2]`, a tuple, a set, a matrix (`opened="matrix"`), a union (`UNION`), or a list without brackets."""
+    """Several values: an interval `(1,2]`, a tuple, a set, a matrix (`opened="matrix"`), a union (`UNION`), or a list without brackets.
+
+    `closed` is "or" for a list without brackets whose items are separated by this word.
+    """
 
     opened: str
     items: tuple[Any, ...]
@@ -54,12 +58,15 @@ class Relation:
 
 @dataclass(frozen=True)
 class ReadAnswer:
-    """The parsed meaning of a text. `decimals` maps each decimal with at least six significant digits to the place value of its last digit."""
+    """The parsed meaning of a text. `decimals` maps each decimal with at least six significant digits to the place value of its last digit.
 
-    text: str
+    `undone` is True if a sum, a product or a quotient of numbers is left to be worked out, as in 17*23.
+    """
+
     value: Any
     percent: bool
     decimals: dict[Any, Any]
+    undone: bool
 
 
 UNION = "\u222a"
@@ -70,7 +77,7 @@ def _each(names: str, written: str) -> dict[str, str]:
 
 
 _COMMANDS = {
-    **_each("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox", ""),
+    **_each("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox", " "),
     **_each("quad qquad thinspace", " "), **_each("dfrac tfrac cfrac", r"\frac"), **_each("dbinom tbinom", r"\binom"),
     **_each("times cdot ast", "*"), **_each("le leq leqslant", "≤"), **_each("ge geq geqslant", "≥"), **_each("ne neq", "≠"),
     **_each("lvert rvert vert mid", "|"), **_each("dots ldots cdots dotsc", "…"),
@@ -93,61 +100,76 @@ _GREEK = _each(
     "",
 )
 _SIGNS = str.maketrans({"≃": "≈", "⩽": "≤", "⩾": "≥"})
-_SMALL_UNITS = _each(
-    "cm mm km kg mg ml mL ft in lb lbs oz yd mi mph kph kmh hr hrs min sec day men deg rad cc gal mol Hz kHz MHz GHz kW kWh US USD EUR "
-    "GBP st nd rd th pts pcs sq cup egg hen bus box car boy way row ton bag dog cat pen man",
-    "",
-)
-"""Units and nouns with two or three letters, which are ignored. Other words of this length, unless in a sentence, are products of variables."""
-_UNIT_LETTERS = frozenset("mgshLlJNWVACKF")
+_UNIT_LETTERS = frozenset("mgshLlJNWVACF")
 """One-letter units in upright type, as in \\text{m}. A letter in italics is a variable."""
 
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-_MONEY = re.compile(r"(?<![0-9.,])(?:\\\$|[€£¥₹])|(?:\\\$|[€£¥₹¢])(?![0-9.,])")
-_ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[\s(])\$(?=[0-9.])|\$\s*$")
+_MONEY = re.compile(r"(?<![0-9.,])(?:\bUS\s*)?(?:\\\$|[€£¥₹])|(?:\\\$|[€£¥₹¢])(?![0-9.,])")
+_ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[^0-9]\s)\$(?=[0-9.])|(?<=\()\$(?=[0-9.])|\$\s*$")
 _JOINED_THOUSANDS = re.compile(
-    r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:\{,\}|,\\!\s?|\\[,;:! ]|~)[0-9]{3})+(?![0-9])|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
+    r"(?<![0-9.,])[1-9][0-9]{0,2}(?: ?(?:\{,\}|,\\!|\\[,;:! ]|~)\s?[0-9]{3})+(?![0-9])|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
 )
 _SPACING = re.compile(r"(?:\\[,;:! ]|~|\s)+")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))")
-_UPRIGHT = re.compile(
-    r"\\(text|textbf|textrm|textit|mbox|mathrm|mathbf|mathit|mathsf|boldsymbol|operatorname)\s*\{([^{}]*)\}"
-)
-_CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*,?")
+_UPRIGHT = re.compile(r"\\(text[a-z]*|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|operatorname)\s*\{([^{}]*)\}")
+_CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
 _PERCENT = re.compile(
     r"\\%|(?:\\(?:text|mathrm)\s*\{\s*)?(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])(?:\s*\})?"
 )
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,.]?\s+[A-Za-z]{2,}")
-_WORDS = re.compile(r"\\[A-Za-z]+|[A-Za-z]{2,}")
+_BARE = re.compile(rf"(?:\\[A-Za-z]+|§_\{{\w+\}})|{WORD.pattern}")
+_DECIMAL_COMMA = "([0-9]{4,}),([0-9]{1,2})(?![0-9.,])"
+"""A comma after four or more digits and before one or two, which cannot separate thousands, is a decimal comma."""
+_POWER_OF_TEN = r"10\s*(?:\^|\*\*)"
+_FIGURE = re.compile(r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*\{?\s*([A-Z0-9]{2,4}|[A-Z])(?![A-Za-z])\s*\}?|\|\s*([A-Z]{2})\s*\|(?=\s*=)")
+"""Names such as \\angle ABC or |AB|. The symbol § with the name as its index replaces them."""
+_END = re.compile(r"(?:(?<![.,;])[.,;]|\s)+$")
 _MARKS = re.compile(r"\$\$?|\\[()\[\]]")
-_UNIT_POWER = re.compile(
-    "\0(?:\\s*\\^\\s*\\{?[23]\\}?)?(?:\\s*/\\s*(?:\0|[A-Za-z](?![A-Za-z]))(?:\\^\\{?[23]\\}?)?)?"
+_AFTER_NUMBER = rf"{UNIT}(?:\s*\^\s*\{{?[23]\}}?)?(?:\s*/\s*(?:{UNIT}|[{''.join(_UNIT_LETTERS)}](?![A-Za-z]))(?:\^\{{?[23]\}}?)?)?"
+_PLACEHOLDERS = re.compile(rf"({FILLER}|{COPULA}|(?:{PER_AREA}\s*)?{_AFTER_NUMBER})")
+_MATRIX = re.compile(
+    r"(\\begin)\s*\{(?:small|[pb])?matrix\}|\\end\s*\{(?:small|[pb])?matrix\}"
+    r"|(?:\\left\s*)?[\[(]\s*(\\begin)\s*\{array\}\s*\{[lcr| ]*\}|\\end\s*\{array\}\s*(?:\\right\s*)?[\])]"
 )
-_BOUNDS = ("least", "most", "between", "below", "above", "under", "except", "without")
-_CHANGING = frozenset(CHANGING_BEFORE + CHANGING_AFTER + _BOUNDS)
 
 
 def text_form(text: str) -> str:
-    r"""Removes wrappers, white space and punctuation, so that answers can be compared as text.
+    r"""Removes wrappers, white space and punctuation, and writes words in lower case, so that answers can be compared as text.
 
-    >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)")
-    ('blue', '2516_8', '(3,4)')
+    >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)"), text_form("CBA")
+    ('blue', '2516_8', '(3,4)', 'CBA')
     """
     found = _UPRIGHT.sub(r" \2 ", _simplified(text)).strip()
     found = re.sub(r"^(?:\$\$?|\\[(\[])|(?:\$\$?|\\[)\]])(?=[.,;]?$)", "", re.sub(r"\s+", " ", found)).strip()
-    found = re.sub(r"(?<![0-9]) | (?![0-9])", "", found)
-    found = re.sub(r"([_^])\{(\w)\}", r"\1\2", found).rstrip(".,;")
+    if not re.search(r"[+*/^_=<>|\\]", found):  # letters between operators are variables
+        found = re.sub(r"[A-Za-z]{2,}", lambda run: run[0].lower() if is_word(run[0]) else run[0], found)
+    # A space between digits or decimal points, or between a comma and three digits, separates two numbers.
+    found = re.sub(r" (?<![0-9.] (?=[0-9.]))(?<!, (?=[0-9]{3}(?![0-9])))", "", found)
+    found = re.sub(r"([_^])\{(\w)\}", r"\1\2", _END.sub("", found))
     found = re.sub(r"^\{(.*)\}$", r"\1", found) if found.count("{") == 1 else found
-    bare = re.sub(r"^\(([A-Za-z]+)\)$", r"\1", found)
-    return bare if len(bare) < 3 or re.search(r"[0-9\\]", bare) else bare.casefold()
+    return re.sub(r"^\(([A-Za-z]+)\)$", r"\1", found)
+
+
+def same_text(found: str, gold: str) -> bool:
+    """Compares two results of `text_form`. Case is ignored if the reference `gold` consists of words."""
+    words = re.fullmatch(r"[a-z ,.'()-]+", gold) and is_word(gold)
+    return found == gold or (bool(words) and found.lower() == gold)
+
+
+def is_word(letters: str) -> bool:
+    """Returns whether letters are a word, not a product of variables. Two or three letters are a word if they hold a vowel and a letter after e."""
+    if letters.isupper() and len(letters) <= 3:
+        return False
+    return letters[1:].islower() and len(letters) > 3 or bool(re.search("[aeiou]", letters, re.I) and re.search("[f-z]", letters, re.I))
 
 
 def _simplified(text: str) -> str:
     """Replaces alternative notations by a single one, and removes currency signs and spacing commands."""
     text = plain(text).translate(_SIGNS)
     # In a matrix, a double backslash separates rows. Elsewhere it is a backslash that was escaped twice.
-    text = text.replace("\\\\", "\1" if "matrix" in text else "\\")
-    text = re.sub(r"\\begin\s*\{[pb]?matrix\}", "⟦", re.sub(r"\\end\s*\{[pb]?matrix\}", "⟧", text))
+    text = text.replace("\\\\", "\1" if re.search("matrix|array", text) else "\\")
+    text = _MATRIX.sub(lambda match: "⟦" if match[1] or match[2] else "⟧", text)
+    text = re.sub(r"\\mathbb\s*\{?\s*R\s*\}?", "ℝ", re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text))
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
     text = _JOINED_THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
     text = _COMMAND.sub(lambda match: _COMMANDS.get(match[1], match[0]), text)
@@ -160,55 +182,57 @@ def _simplified(text: str) -> str:
 @lru_cache(maxsize=4096)
 def read(text: str) -> ReadAnswer | None:
     """Parses the text. Returns None if it cannot be parsed as a whole."""
-    if re.search("[\0\1\2]", text):  # this module uses these characters as placeholders
+    if re.search("[\0-\5§]", text):  # this module uses these characters as placeholders
         return None
     try:
         core, percent = _core(_simplified(text))
         reader = _FormulaParser(core)
         found = reader.statement()
-        return ReadAnswer(core, found, percent, reader.decimals)
+        return ReadAnswer(found, percent, reader.decimals, reader.undone)
     except (UnreadableError, RecursionError, ArithmeticError, TypeError, ValueError):
         return None
 
 
 def _core(text: str) -> tuple[str, bool]:
     """Removes words and units from a text. Returns the remaining formula and whether it is a percentage. The text must contain exactly one formula."""
-    text = _CONJUNCTION.sub("\2", re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text))
+    text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text)
+    text = _CONJUNCTION.sub(lambda match: "\2" if match[1] == "or" else ",", text)
+    text = _FIGURE.sub(lambda match: f"§_{{{match[1] or ''}{match[2] or match[3]}}}", text)
     text = _UPRIGHT.sub(_upright, text)
     parts = _MARKS.split(text)
-    if len(parts) > 1:
-        if len(parts) % 2 == 0:
-            raise UnreadableError("a formula that is not closed")
-        # Text between math delimiters is mathematics, and all letters outside them are prose.
-        text = "".join(
-            f" {part} " if place % 2 else re.sub(r"[A-Za-z]+", _word, part)
-            for place, part in enumerate(parts)
-        )
-    else:
-        prose = bool(_PROSE.search(text))
-        text = _WORDS.sub(lambda match: _letters(match, prose), text)
-    # Removes possessive endings, as in Brandon's, and words in parentheses.
-    text = re.sub("\0'(?:[a-z]|\0)|\\(\\s*\0[\0\\s]*\\)", "\0", text)
-    if not any(rf"\{name}" in text for name in _FUNCTIONS):
-        text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°", "", text)
-    pieces = [piece.strip(' "`,;:?').rstrip(". ") for piece in _UNIT_POWER.split(text)]
-    where = [place for place, piece in enumerate(pieces) if re.search(r"[^\s()\[\]{}-]", piece)]
-    # Skips single letters that are not the last piece. They are words, or names as in "the value of x is 5".
-    where = [place for place in where if place == where[-1] or not re.fullmatch("[A-Za-z]", pieces[place])]
+    if len(parts) % 2 == 0:
+        raise UnreadableError("a formula that is not closed")
+    # Text between math delimiters is mathematics, and all letters outside them are prose.
+    prose = len(parts) == 1 and bool(_PROSE.search(text))
+    for place in range(len(parts)):
+        if place % 2 or not prose and len(parts) == 1:
+            parts[place] = _BARE.sub(lambda match: _letters(match, prose), parts[place])
+        else:
+            part = re.sub(r"(?<!\S)[aAI](?=\s+[A-Za-z]{2})", "the", parts[place])
+            parts[place] = _BARE.sub(lambda match: _letters(match, prose), part) if prose else WORD.sub(_word, part)
+    text = f" {' '.join(parts)} "
+    text = re.sub(rf"\(\s*{UNIT}\s*\)", UNIT, text)
+    text = re.sub(rf"(?<!\S)[A-Za-z]\s+(?={COPULA})", " ", text)  # a name, as in "the value of x is 5"
+    pieces = [re.sub(r'^\s*(["`])(.*)\1\s*$', r"\2", piece) for piece in _PLACEHOLDERS.split(text)]
+    pieces = [_END.sub("", piece.lstrip(" ,;:")) for piece in pieces]
+    where = [place for place in range(0, len(pieces), 2) if pieces[place]]
     if len(where) != 1:
         raise UnreadableError("no mathematics, or several pieces")
-    core = pieces[where[0]]
-    if where[0] and re.match(r"[-+*/^_!|] |[+*/^_!]", core):
+    core, before, after = pieces[where[0]], pieces[: where[0]], pieces[where[0] + 1 :]
+    if UNIT in "".join(before) or (core.endswith("%") and UNIT in "".join(after)):
+        raise UnreadableError("a unit before the number, or after a percentage")
+    if before and re.match(r"[-+*/^_!|] |[+*/^_!]", core):
         raise UnreadableError("a word is a part of the formula")
-    core = core.strip("= ") if "\0" in text else core
-    core = core.removeprefix("≈")
+    core = (core.lstrip("= ") if before else core).removeprefix("≈")
     return re.sub(r"\s*%$", "", core), core.endswith("%")
 
 
 def _word(match: re.Match[str]) -> str:
-    if match[0].lower() in _CHANGING:
-        raise UnreadableError(f"{match[0]} changes the number")
-    return "\0"
+    """Returns the placeholder of a word in prose. A single letter remains, because it may be a name."""
+    found = placeholder(match[0]) or (match[0] if len(match[0]) == 1 else "")
+    if not found:
+        raise UnreadableError(f"{match[0]} may change the number")
+    return found
 
 
 def _upright(match: re.Match[str]) -> str:
@@ -221,31 +245,30 @@ def _upright(match: re.Match[str]) -> str:
     letter = len(inner) == 1 and inner.isalpha()
     if letter and (style.startswith(("mathb", "mathi", "bold")) or inner not in _UNIT_LETTERS):
         return f" {inner} "
-    glued = re.search(r"[0-9]([A-Za-z]+)", inner)
-    if glued and glued[1] not in _SMALL_UNITS and glued[1] not in _UNIT_LETTERS:
-        raise UnreadableError(f"{glued[1]} is not a separate word")
-    return " " + re.sub(r"[A-Za-z]+", _word, inner) + " "
+    return f" {WORD.sub(lambda word: UNIT if word[0] in _UNIT_LETTERS else _word(word), inner)} "
 
 
 def _letters(match: re.Match[str], prose: bool) -> str:
-    """Replaces letters outside math delimiters. They may be a command, a word or a product of variables."""
+    """Replaces letters outside math delimiters. They may be a command, a word, the name of a figure such as AB, or a product of variables."""
     letters = match[0]
-    if letters.startswith("\\"):
+    if letters[0] in "\\§" or len(letters) == 1:
         return letters
-    if letters == "sec" and not match.string[match.end() :].strip(" .$"):
-        return "\0"  # "sec" at the end of the text means seconds; elsewhere, it is the secant function
+    before, after = match.string[: match.start()][-1:], match.string[match.end() :]
+    if letters == "sec" and not after.strip(" .$"):
+        return UNIT  # "sec" at the end of the text means seconds; elsewhere, it is the secant function
     if letters in _FUNCTIONS or letters == "sqrt":
         return rf"\{letters}"
     if letters in ("pi", "infinity", "infty"):
         return "π" if letters == "pi" else "∞"
-    if letters in _SMALL_UNITS:
-        return "\0"
-    if not prose and len(letters) <= 3:
-        return letters
-    before, after = match.string[: match.start()][-1:], match.string[match.end() :][:1]
-    if re.match(r"[0-9)}_^]", before) or re.match(r"[(\[{_0-9]", after):
-        raise UnreadableError(f"{letters} is not a separate word")
-    return _word(match)
+    found = placeholder(letters)
+    joined = re.match(r"[0-9)}_^]", before) or re.match(r"[(\[{_^0-9]|\s*=", after)
+    if found == UNIT and before not in tuple("_^}") or (found and (prose or not joined)):
+        return found
+    if letters.isupper() and re.match(r"\s*[=≈]", after):
+        return f"§_{{{letters}}}"
+    if prose or len(letters) > 3 or letters.isupper() or "'" in letters:
+        raise UnreadableError(f"{letters} is not known")
+    return letters
 
 
 class _FormulaParser:
@@ -254,9 +277,9 @@ class _FormulaParser:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
         self.decimals: dict[Any, Any] = {}
-        self.depth = self.bars = 0
+        self.depth = self.bars = self.angle = 0
         self.plus_minus = 1
-        self.divided = False
+        self.divided = self.undone = False
 
     def statement(self) -> Any:
         """Parses the whole text. If it contains a plus-minus sign, returns both values."""
@@ -273,7 +296,8 @@ class _FormulaParser:
         found = self._items()
         if self._take(r"\S"):
             raise UnreadableError(f"at {self.text[self.at - 1 :]!r}")
-        return found[0] if len(found) == 1 else Several("", tuple(found), "")
+        closed = "or" if self.text.count("\2") == len(found) - 1 else ""
+        return found[0] if len(found) == 1 else Several("", tuple(found), closed)
 
     def _take(self, pattern: str) -> re.Match[str] | None:
         match = re.compile(rf"\s*(?:{pattern})").match(self.text, self.at)
@@ -295,10 +319,18 @@ class _FormulaParser:
         return found
 
     def _relation(self) -> Any:
-        sides, signs = [self._union()], []
-        while sign := self._take(r"<=|>=|[=<>≤≥≠≈∈]"):
+        undone, self.undone = self.undone, False
+        sides, signs, numbers = [self._union()], [], []
+        while True:
+            if not isinstance(sides[-1], sympy.Expr) or sides[-1].is_number:
+                numbers.append(self.undone)
+            sign, self.undone = self._take(r"<=|>=|[=<>≤≥≠≈∈]"), False
+            if not sign:
+                break
             signs.append({"<=": "≤", ">=": "≥", "∈": "="}.get(sign[0].strip(), sign[0].strip()))
             sides.append(self._union())
+        # In x = 17*23 = 391, the number is worked out.
+        self.undone = undone or (bool(numbers) and all(numbers))
         if "≈" in signs:
             # Keeps the exact sides before the first ≈. If there is only a name such as x before it, keeps the value after it, too.
             exact = signs.index("≈")
@@ -317,10 +349,13 @@ class _FormulaParser:
         return Several(UNION, tuple(parts), "")
 
     def _sum(self) -> Any:
-        found = None
+        found, numbers = None, 0
         while found is None or self._sees("[-+±∓]"):
-            sign = self._sign()
+            plus = found is not None and self._sees(r"\+\s*-")
+            sign = self._sign() * (self._sign() if plus else 1)
             term = self._product()
+            numbers += isinstance(term, sympy.Rational)
+            self.undone |= numbers > 1
             if found is None and sign == 1:
                 found = term
             else:
@@ -335,8 +370,13 @@ class _FormulaParser:
 
     def _product(self) -> Any:
         self.divided = False
+        tens = self._sees(_POWER_OF_TEN)
         found = self._factor()
+        over, under = [tens] * isinstance(found, sympy.Rational), 0
         while True:
+            # Two factors that are numbers are left to be worked out, except in 3*10^8.
+            self.undone |= len(over) > 2 or (len(over) == 2 and sum(over) != 1) or under > 1
+            tens = self._sees(r"\*?\s*" + _POWER_OF_TEN)
             if sign := self._take(r"\*(?!\*)|/"):
                 factor = _number(self._sign() * _number(self._factor()))
                 divided = sign[0].strip() == "/"
@@ -344,10 +384,14 @@ class _FormulaParser:
                     raise UnreadableError("a division by zero")
                 found = _number(found) / factor if divided else _number(found) * factor
                 self.divided = divided
-            elif self._sees(r"[A-Za-zπ({√]|\\(?!\}|rangle)") or (not self.bars and self._sees(r"\|")):
+                if factor.is_Rational:
+                    over, under = (over, under + 1) if divided else ([*over, tens], under)
+            elif self._sees(r"[A-Za-zπ§({√]|\\(?!\}|rangle)") or (not self.bars and self._sees(r"\|")):
                 if self.divided:
                     raise UnreadableError("1/2x is ambiguous")
-                found = _number(found) * _number(self._factor())
+                factor = _number(self._factor())
+                found = _number(found) * factor
+                over = [*over, False] if factor.is_Rational else over
             else:
                 return found
 
@@ -362,6 +406,8 @@ class _FormulaParser:
             found = _power(_number(found), _number(self._exponent()))
         if self._sees(r"\^|\*\*|!|_"):
             raise UnreadableError("a power of a power, or a number with a subscript")
+        if self._take(r"°(?!\s*[0-9])(?:\s*[CF](?![A-Za-z]))?") and self.angle:
+            found = _number(found) * sympy.pi / 180
         return found
 
     def _exponent(self) -> Any:
@@ -398,12 +444,14 @@ class _FormulaParser:
             return self._matrix()
         if name := self._take(rf"\\({'|'.join(_FUNCTIONS)})(?![A-Za-z])"):
             return self._function(name[1])
-        if name := self._take(rf"\\({'|'.join(_GREEK)})(?![A-Za-z])|([A-Za-z])"):
+        if name := self._take(rf"\\({'|'.join(_GREEK)})(?![A-Za-z])|([A-Za-z§])"):
             return self._letter(name[1] or name[2])
         if self._take("π"):
             return sympy.pi
         if self._take("∞"):
             return sympy.oo
+        if self._take("ℝ"):
+            return Several("(", (-sympy.oo, sympy.oo), ")")
         if self._take(r"\|"):
             self.bars += 1
             found = sympy.Abs(_number(self._sum()))
@@ -454,9 +502,11 @@ class _FormulaParser:
                 raise UnreadableError("sin^-2 is ambiguous")
         # sin(x)^2 is the square of the sine, but sin x^2 is the sine of x^2. In sin 2x, the argument is the product 2x.
         bracketed = self._sees(r"[({]")
+        self.angle += 1
         argument = _number(self._base() if bracketed else self._factor())
         while not bracketed and self._sees(rf"[A-Za-zπ]|\\(?:frac|sqrt|{'|'.join(_GREEK)})(?![A-Za-z])"):
             argument *= _number(self._factor())
+        self.angle -= 1
         found = _FUNCTIONS[name](argument, *base)
         return _number(found) if power is None else _power(_number(found), power)
 
@@ -465,6 +515,8 @@ class _FormulaParser:
             return sympy.Symbol(f"{name}_{(index[1] or index[2] or '').replace(' ', '')}", real=True)
         if name in "ei" and len(name) == 1:
             return sympy.E if name == "e" else sympy.I
+        if name not in "fgh" and (call := self._take(r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*)\s*\)(?=\s*[=≈])")):
+            return sympy.Symbol(f"{name}({call[1]})", real=True)  # P(2) = 5 names a value
         if name in "fgh" and self._take(r"\("):
             argument = _number(self._bracket("("))
             return sympy.Function(name)(argument)
@@ -492,10 +544,10 @@ class _FormulaParser:
             whole, fixed, again = part[1] or "0", part[2], part[3] or part[4]
             nines = 10 ** len(again) - 1
             return sympy.Rational(int(whole + fixed) * nines + int(again), nines * 10 ** len(fixed))
-        part = self._take(NUMERAL.pattern if self.depth else GROUPED.pattern)
+        part = self._take(NUMERAL.pattern if self.depth else rf"(?<!,){_DECIMAL_COMMA}|{GROUPED.pattern.replace('[, ]', ',')}")
         if part is None:
             raise UnreadableError("no number")
-        text = part[0].strip()
+        text = re.sub(rf"^{_DECIMAL_COMMA}$", r"\1.\2", part[0].strip())
         found = sympy.Rational(*value(text).as_integer_ratio())
         mantissa, _, exponent = text.lower().partition("e")
         whole, point, places = mantissa.partition(".")
@@ -505,14 +557,10 @@ class _FormulaParser:
 
 
 def is_name(side: Any) -> bool:
-    """Returns whether a side of an equation is a name for the other side, as in `x = 5`, `f(2) = 5`, `a + b = 5` or `x^2 = 5`, but not in `2x = 5`."""
+    """Returns whether a side of an equation is a name for the other side: one symbol, one call such as f(2), or a tuple of symbols."""
     if isinstance(side, Several):  # (x, y) = (1, 2)
-        return all(isinstance(item, sympy.Symbol) for item in side.items)
-    if not isinstance(side, sympy.Expr):
-        return False
-    terms: tuple[Any, ...] = sympy.Add.make_args(side)
-    pairs = (term.as_coeff_Mul() for term in terms)
-    return all(abs(factor) == 1 and not rest.is_number for factor, rest in pairs)
+        return side.opened == "(" and all(isinstance(item, sympy.Symbol) for item in side.items)
+    return isinstance(side, sympy.Symbol | AppliedUndef)
 
 
 def _number(found: Any) -> Any:
@@ -535,4 +583,7 @@ def _power(base: Any, exponent: Any) -> Any:
             raise UnreadableError("a very large power")
     if base == 0 and not exponent.is_positive:
         raise UnreadableError("an undefined value")
+    if exponent.is_Rational and exponent.q % 2 and not exponent.is_Integer and base.is_real and not base.is_nonnegative:
+        # An odd root of a negative number is real, unlike the principal root.
+        return sympy.Abs(base) ** exponent * (sympy.sign(base) if exponent.p % 2 else 1)
     return base**exponent

@@ -14,6 +14,7 @@ def _fraction(sign: str) -> str:
 _PLAIN = str.maketrans(
     {
         # Hyphens, dashes and minus signs are in the first line, spaces in the second.
+        **{sign + 0xFEE0: sign for sign in range(33, 127)},  # full-width ASCII
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
         **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
@@ -37,13 +38,54 @@ _NUMBER = re.compile(
     rf"(?:\s*/\s*(?P<under>{GROUPED.pattern}))?"
 )  # fmt: skip
 
-CHANGING_BEFORE = ("not", "minus", "plus", "negative", "times", "than", "half", "twice", "double", "root", "over")  # fmt: skip
-CHANGING_AFTER = (
-    "half", "halves", "third", "thirds", "quarter", "quarters", "fourths", "fifths", "tenths", "hundredths", "dozen", "hundred",
-    "hundreds", "thousand", "thousands", "million", "millions", "billion", "billions", "trillion", "trillions", "squared", "cubed",
-    "base", "mod", "modulo", "divided", "multiplied", "factorial",
-)  # fmt: skip
-"""Words that change the value of a number if they precede it (`CHANGING_BEFORE`) or follow it (`CHANGING_AFTER`)."""
+_UNITS = frozenset(
+    """
+    meter metre centimeter centimetre millimeter kilometer kilometre inch foot feet yard mile acre hectare liter litre milliliter gallon
+    quart pint cup ounce pound gram kilogram milligram ton tonne second minute hour day week month year degree radian celsius fahrenheit
+    kelvin dollar cent euro rupee peso yen yuan buck dime nickel penny pennies watt volt joule newton hertz calorie byte mph kph kmh unit
+    point mark way time people person men man women woman child children boy girl student kid friend player teacher member guest worker
+    employee passenger customer piece book page apple orange banana egg cookie marble box card bag bottle pencil pen block game tree
+    ticket sticker flower candy candies car truck bus bike wheel animal dog cat cow hen chicken fish bird sheep duck horse rabbit goat pig
+    toy ball doll bead coin stamp shirt hat photo picture cake pie pizza slice cupcake sandwich meal serving donut muffin balloon seed
+    plant leaf leaves rose shell tile brick row table chair room floor house seat bill bar basket jar can glass carton crate package packet
+    letter word question problem lesson class movie song episode step trip lap mango strawberry strawberries tomato potato lemon clip item
+    vote sock shoe dress key gift video phone goal face edge vertices side triangle digit outcome combination permutation arrangement percentage
+    """.split()  # fmt: skip
+)
+"""Units and nouns that may follow a number, in the singular. A word that is on none of these lists may change the number, as eighths does."""
+_SHORT_UNITS = frozenset(
+    "cm mm km kg mg ml mL ft in lb lbs oz yd mi hr hrs sec min cc gal mol Hz kHz MHz GHz kW kWh cal rad deg pt pts pcs st nd rd th".split()
+)
+_FILLERS = frozenset(
+    """
+    the this that these an it its there so thus hence therefore then finally answer answers result value values solution solutions total final correct required of in
+    for to we get have obtain find he she they has had you i'd per hope our usd eur gbp inr us about approximately approx roughly exactly
+    only number amount count cost price area perimeter volume length width height distance speed age probability chance measure equation
+    function altogether largest smallest greatest matrix old left remaining long tall wide away
+    """.split()  # fmt: skip
+)
+_COPULAS = frozenset("is are was were be equal equals it's".split())
+
+FILLER, UNIT, COPULA, PER_AREA = "\0", "\3", "\4", "\5"
+"""Placeholders for words that do not change the value of a number: anywhere, only after the number, words such as "is", and square or cubic."""
+WORD = re.compile(r"[A-Za-z]+(?:['\u2019][A-Za-z]+)*")
+
+
+def placeholder(word: str) -> str:
+    """Returns the placeholder of a word that does not change the value of a number, or an empty text for any other word.
+
+    >>> placeholder("The") == FILLER, placeholder("apples") == UNIT, placeholder("isn't"), placeholder("eighths")
+    (True, True, '', '')
+    """
+    small = word.lower()
+    if small in _COPULAS:
+        return COPULA
+    if small in _FILLERS:
+        return FILLER
+    if small in ("square", "cubic", "sq", "cu"):
+        return PER_AREA
+    plural = small in _UNITS or small.removesuffix("s") in _UNITS or small.removesuffix("es") in _UNITS
+    return UNIT if plural or word in _SHORT_UNITS else ""
 
 
 def plain(text: str) -> str:
