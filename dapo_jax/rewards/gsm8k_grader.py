@@ -11,17 +11,18 @@ _PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|[^\s=<>.,;:!?#|\"'`~])|(
 _RUN = re.compile(rf"{_PIECE}+(?: {_PIECE}+)*")
 """Matches a run: digits and all characters joined to them. `3-5`, `1/2` and `1 000` are one run each, but `48 = 48` is two runs."""
 _CHANGED_BEFORE = re.compile(
-    r"(?:\b(?i:n['’]t|not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above"
-    r"|under|except|without|odd|even|by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|\w+ths?) of)\s*"
+    r"(?:(?i:\b(?:not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above"
+    r"|under|except|without|odd|even|(?:divided|multiplied) by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|\w+ths?) of)|n['’]t)\s*"
     r"|(?<![A-Za-z])[A-Za-zπ]|(?<![<>])[<>≤≥]\s*)\Z"
 )
 _CHANGED_AFTER = re.compile(
     r"[\s-]*(?:and an? )?(?i:hal(?:f|ves)|thirds?|quarters?|(?!month|length|width|depth|path)\w+ths?|dozens?|scores?|gross|hundreds?|thousands?"
-    r"|lakhs?|crores?|\w+illions?|squared|cubed|base|mod|modulo|divided|multiplied|factorial)\b|[A-Za-z](?![^\W\d_])(?<![mghsL])|[A-Za-z]?[\^_]"
+    r"|lakhs?|crores?|\w+illions?|squared|cubed|base|mod|modulo|divided|multiplied|factorial)\b|[A-Za-zπ](?![^\W\d_])|[A-Za-z]?[\^_]"
 )
 """Like `_CHANGED_BEFORE`, matches words and letters next to the last number of a text that change it, as in minus 5, 2x or 5k."""
-_CURRENCY = re.compile(r"(?<![0-9])\\?[$€£¥₹]|\\?[$€£¥₹](?![0-9])")
+_CURRENCY = re.compile(r"(?<![0-9])(?<![0-9] )\\?[$€£¥₹]")
 _WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|left|right)(?![A-Za-z])|\\[()\[\]]")
+_CLOSED = str.maketrans("([{", ")]}")
 _FRACTION = re.compile(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
 
@@ -40,7 +41,7 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     Raises:
         ValueError: the reference has no number.
     """
-    expected = _stated(answer.rpartition(_MARK)[2], alone=False)
+    expected = _stated(answer.rpartition(_MARK)[2], alone=True)
     if expected is None:
         raise ValueError(f"the gsm8k grader needs a reference with a number; got {answer!r}")
     _, marked, after = response.rpartition(_MARK)
@@ -61,23 +62,27 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
 
 def unread_by_gsm8k(answer: str) -> bool:
     """Returns True if the reference as a whole is not a number and is therefore compared as text."""
-    expected = _stated(answer.rpartition(_MARK)[2], alone=False)
+    expected = _stated(answer.rpartition(_MARK)[2], alone=True)
     return expected is None or expected[1] is None
 
 
 def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     """Returns the last run (see `_RUN`) and its value. Instead of a value, returns None if the run is not a number or, with `alone`, not the only run."""
-    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", plain(text))
+    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", _WRAPPER.sub(" ", plain(text)))
+    text = _FRACTION.sub(r" \1/\2", text)
     runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
     if not runs:
         return None
     last = runs[-1]
-    cleaned = _FRACTION.sub(r" \1/\2", _WRAPPER.sub(" ", _CURRENCY.sub(" ", last[0])))
-    cleaned = re.sub(" [-+/]+ *$", "", cleaned).lstrip("([{*:, ").rstrip(")]}([{*_°%¢\\ ")
-    cleaned = re.sub(r"^[-*+] +", "", cleaned).strip()
-    before, after = _CHANGED_BEFORE.search(text[: last.start()]), _CHANGED_AFTER.match(text, last.end())
+    opened = last[0].lstrip("([{*:,$€£¥₹\\ ")
+    core = opened.rstrip(")]}([{*_°%¢$€£¥₹\\ ")
+    core = re.sub(r"^[-*+] +|\s[-+/]+$", "", core)
+    cleaned = _CURRENCY.sub("", core).strip()
+    start = last.end() - len(opened)
+    left, right = text[:start], text[start + len(core) :]
     joined = re.search(r"[A-Za-z]-", text[max(0, last.start() - 1) : last.start() + 1])
-    if (alone and not _is_statement(text[: last.start()], text[last.end() :])) or joined:
+    before, after = _CHANGED_BEFORE.search(text[: last.start()]), _CHANGED_AFTER.match(text, last.end())
+    if (alone and not _is_statement(left, right)) or joined:
         whole = text
     elif before or after:
         whole = text[before.start() if before else last.start() : after.end() if after else last.end()]
@@ -89,13 +94,11 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
 
 
 def _is_statement(before: str, after: str) -> bool:
-    """Returns whether the texts next to a number hold only punctuation and words that do not change the number (`numerals.placeholder`)."""
-    before, after = _WRAPPER.sub(" ", re.sub(r"(?<![A-Za-z])[A-Za-z]\s*=\s*$", "", before)), _WRAPPER.sub(" ", after)
-    words = [*(WORD.findall(before)), *(word for word in WORD.findall(after) if word not in "mghsL")]
-    units = [word for word in WORD.findall(before) if placeholder(word) == UNIT]
-    return (
-        all(map(placeholder, words))
-        and not units
-        and re.fullmatch(r"""[\s.,:;=*"'`(\[{$]*""", WORD.sub("", before)) is not None
-        and re.fullmatch(r"""[\s.,:;*"'`)\]}$%]*|/""", WORD.sub("", after)) is not None
-    )
+    """Returns whether the texts next to a number hold only words that do not change it (`numerals.placeholder`), pairs of brackets, and punctuation."""
+    before = re.sub(r"(?<![A-Za-z])[A-Za-z]\s*=\s*$", "", before)
+    after = re.sub("(?<=[a-z])/(?:[hs](?![a-z])|(?=[a-z]))", " ", after)
+    kinds = [placeholder(word) for word in WORD.findall(before)]
+    opened = re.sub(r"[\s:=]|\\?[$€£¥₹]|\*\*", "", WORD.sub("", before))
+    closed = re.sub(r"[\s.,;°¢]|\\?[%$€£¥₹]|\*\*", "", WORD.sub("", after))
+    known = all(kinds) and UNIT not in kinds and all(map(placeholder, WORD.findall(after)))
+    return known and closed == opened[::-1].translate(_CLOSED)

@@ -406,8 +406,10 @@ class _FormulaParser:
             found = _power(_number(found), _number(self._exponent()))
         if self._sees(r"\^|\*\*|!|_"):
             raise UnreadableError("a power of a power, or a number with a subscript")
-        if self._take(r"°(?!\s*[0-9])(?:\s*[CF](?![A-Za-z]))?") and self.angle:
-            found = _number(found) * sympy.pi / 180
+        if self._take(r"°\s*[CF]?(?=\s*(?:[,;)\]\2=≈%]|\\\}|$))"):
+            return _number(found) * sympy.pi / 180 if self.angle else found
+        if self.angle and self._take("°"):
+            return _number(found) * sympy.pi / 180
         return found
 
     def _exponent(self) -> Any:

@@ -40,15 +40,15 @@ _NUMBER = re.compile(
 
 _UNITS = frozenset(
     """
-    meter metre centimeter centimetre millimeter kilometer kilometre inch foot feet yard mile acre hectare liter litre milliliter gallon
+    meter metre centimeter centimetre millimeter kilometer kilometre inch inches foot feet yard mile acre hectare liter litre milliliter gallon
     quart pint cup ounce pound gram kilogram milligram ton tonne second minute hour day week month year degree radian celsius fahrenheit
     kelvin dollar cent euro rupee peso yen yuan buck dime nickel penny pennies watt volt joule newton hertz calorie byte mph kph kmh unit
     point mark way time people person men man women woman child children boy girl student kid friend player teacher member guest worker
-    employee passenger customer piece book page apple orange banana egg cookie marble box card bag bottle pencil pen block game tree
-    ticket sticker flower candy candies car truck bus bike wheel animal dog cat cow hen chicken fish bird sheep duck horse rabbit goat pig
+    employee passenger customer piece book page apple orange banana egg cookie marble box boxes card bag bottle pencil pen block game tree
+    ticket sticker flower candy candies car truck bus buses bike wheel animal dog cat cow hen chicken fish bird sheep duck horse rabbit goat pig
     toy ball doll bead coin stamp shirt hat photo picture cake pie pizza slice cupcake sandwich meal serving donut muffin balloon seed
-    plant leaf leaves rose shell tile brick row table chair room floor house seat bill bar basket jar can glass carton crate package packet
-    letter word question problem lesson class movie song episode step trip lap mango strawberry strawberries tomato potato lemon clip item
+    plant leaf leaves rose shell tile brick row table chair room floor house seat bill bar basket jar can glass glasses carton crate package packet
+    letter word question problem lesson class classes movie song episode step trip lap mango strawberry strawberries tomato tomatoes potato potatoes lemon clip item
     vote sock shoe dress key gift video phone goal face edge vertices side triangle digit outcome combination permutation arrangement percentage
     """.split()  # fmt: skip
 )
@@ -64,7 +64,7 @@ _FILLERS = frozenset(
     function altogether largest smallest greatest matrix old left remaining long tall wide away
     """.split()  # fmt: skip
 )
-_COPULAS = frozenset("is are was were be equal equals it's".split())
+_COPULAS = frozenset("is are was were equal equals it's".split())
 
 FILLER, UNIT, COPULA, PER_AREA = "\0", "\3", "\4", "\5"
 """Placeholders for words that do not change the value of a number: anywhere, only after the number, words such as "is", and square or cubic."""
@@ -84,8 +84,8 @@ def placeholder(word: str) -> str:
         return FILLER
     if small in ("square", "cubic", "sq", "cu"):
         return PER_AREA
-    plural = small in _UNITS or small.removesuffix("s") in _UNITS or small.removesuffix("es") in _UNITS
-    return UNIT if plural or word in _SHORT_UNITS else ""
+    known = small in _UNITS or small.removesuffix("s") in _UNITS or word in _SHORT_UNITS
+    return UNIT if known else ""
 
 
 def plain(text: str) -> str:
