@@ -2,7 +2,7 @@
 
 Numbers are compared exactly. However, a decimal with at least six significant digits also equals a number that rounds to it, such as
 1/3 or the square root of 2. Irrational numbers are equal if 50 of their digits agree. Expressions with variables are equal if their
-values agree at three points. An undefined function such as f(x) is treated as a variable.
+values agree at three points at which both are real. An undefined function such as f(x) is treated as a variable.
 """
 
 from itertools import starmap
@@ -18,7 +18,7 @@ DIGITS = 50
 """Number of digits that must agree for irrational numbers to be equal."""
 
 _POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13), (-41, -17, 13), (230, 7, 3), (-230, -7, 3), (5, 3, 97), (18, 2, 13))  # fmt: skip
-"""Each point gives its variables the values a/c, (a + b)/c, (a + 2b)/c, ..."""
+"""At each point (a, b, c), the variables have the values a/c, (a + b)/c, (a + 2b)/c, ..."""
 _FLIPPED = {">": "<", "≥": "≤"}
 
 
@@ -58,35 +58,30 @@ class _Comparison:
             gold, found = _union(gold), _union(found)
         # Square brackets denote an interval only around two values. Otherwise they are treated as parentheses.
         kinds = {
-            "()" if several.opened == "[" and len(several.items) != 2 else several.opened + several.closed.removeprefix("or")
-            for several in (gold, found)
+            "()" if one.opened == "[" and len(one.items) != 2 else one.opened + one.closed.removeprefix("or")
+            for one in (gold, found)
         }
-        if kinds <= {r"\{\}", ""} or kinds == {UNION}:
-            if kinds == {r"\{\}"}:
-                return self._within(gold, found) and self._within(found, gold)
-            return len(gold.items) == len(found.items) and self._paired(gold, found)
-        if len(kinds) != 1 and kinds != {"()", ""}:
+        if kinds == {r"\{\}"}:  # how often an item occurs in a set does not matter
+            return all(any(self.equal(a, b) for b in found.items) for a in gold.items) and all(
+                any(self.equal(a, b) for a in gold.items) for b in found.items
+            )
+        if len(gold.items) != len(found.items) or (len(kinds) != 1 and not kinds <= {r"\{\}", "()", ""}):
             return False
-        return len(gold.items) == len(found.items) and all(map(self.equal, gold.items, found.items))
-
-    def _within(self, one: Several, other: Several) -> bool:
-        return all(any(self.equal(a, b) for b in other.items) for a in one.items)
-
-    def _paired(self, gold: Several, found: Several) -> bool:
-        left = list(found.items)
-        for item in gold.items:
-            place = next((place for place, other in enumerate(left) if self.equal(item, other)), None)
-            if place is None:
-                return False
-            del left[place]
-        return True
+        if kinds <= {r"\{\}", ""} or kinds == {UNION}:
+            left = list(found.items)
+            for item in gold.items:
+                place = next((place for place, other in enumerate(left) if self.equal(item, other)), None)
+                if place is None:
+                    return False
+                del left[place]
+            return True
+        return kinds != {r"\{\}", "()"} and all(map(self.equal, gold.items, found.items))
 
     def _same_relation(self, gold: Relation, found: Relation) -> bool:
         gold, found = self._oriented(gold), self._oriented(found)
         if gold.signs != found.signs:
-            sets = [_interval(relation) for relation in (gold, found)]
-            names = [{str(x) for side in relation.sides for x in _names(side)} for relation in (gold, found)]
-            return all(isinstance(each, Several) for each in sets) and names[0] == names[1] and self.equal(*sets)
+            (one, interval), (other, same) = _interval(gold), _interval(found)
+            return one is not None and one == other and self.equal(interval, same)
         if all(map(self.equal, gold.sides, found.sides)):
             return True
         sides = (*gold.sides, *found.sides)
@@ -100,23 +95,37 @@ class _Comparison:
 
     def _oriented(self, relation: Relation) -> Relation:
         """Rewrites > as <. If the inner sides of a chain of equations are numbers, as in x = 2 + 3 = 5, keeps only the two ends."""
-        *_, last = sides = relation.sides
-        if set(relation.signs) == {"="} and all(not _has_letters(x) and self.equal(last, x) for x in sides[1:-1]):
-            return Relation((sides[0], last), ("=",))
-        return _ascending(relation)
+        ends = Relation((relation.sides[0], relation.sides[-1]), ("=",))
+        inner = all(
+            not _has_letters(side) and self.equal(side, ends.sides[1]) for side in relation.sides[1:-1]
+        )
+        return ends if set(relation.signs) == {"="} and inner else _ascending(relation)
 
     def _value_of(self, relation: Relation, *, interval: bool) -> Any:
-        """Returns the value that a relation states, such as 5 for x = 5 or 3 + 2 = 5, or None if it states no value. With `interval`, a < x < b has an interval as its value."""
+        """Returns the value that a relation states, such as 5 for x = 5 or 3 + 2 = 5, or None. With `interval`, a < x < b has an interval as its value."""
         if set(relation.signs) != {"="}:
-            return _interval(relation) if interval else None
+            return _interval(relation)[1] if interval else None
         *others, found = [side for side in relation.sides if not is_name(side)] or relation.sides[-1:]
         names = [side for side in relation.sides if is_name(side) and side is not found]
-        # A name in its own value, as in f(x) = f(x - 1) + 2, makes an equation. Without a name, only an equation of numbers has a value.
-        known = {name.func if isinstance(name, AppliedUndef) else name for name in names}
+        # Without a name, only an equation of numbers has a value.
         if (not names and _has_letters(found)) or not all(self.equal(found, other) for other in others):
             return None
-        used = found.free_symbols | {each.func for each in found.atoms(AppliedUndef)} if isinstance(found, sympy.Expr) else set()
-        return None if used & known else found
+        # A name in its own value, as in f(x) = f(x - 1) + 2, makes an equation.
+        used = (
+            set()
+            if isinstance(found, Several)
+            else found.free_symbols | {f.func for f in found.atoms(AppliedUndef)}
+        )
+        return (
+            None
+            if used
+            & {
+                getattr(name, "func", name) if name.args else name
+                for name in names
+                if not isinstance(name, Several)
+            }
+            else found
+        )
 
     def _same_number(self, gold: Any, found: Any) -> bool:
         if gold == found:
@@ -138,10 +147,6 @@ class _Comparison:
         return not (gold.is_Rational and found.is_Rational) and _are_close(gold, found)
 
 
-def _names(side: Any) -> set[Any]:
-    return set().union(*map(_names, side.items)) if isinstance(side, Several) else side.free_symbols
-
-
 def _has_letters(side: Any) -> bool:
     return not isinstance(side, sympy.Expr) or bool(side.free_symbols)
 
@@ -161,49 +166,48 @@ def _are_close(one: Any, other: Any) -> bool:
 def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
     """Evaluates the expressions at three points at which all of them are real, with positive and negative values of the variables."""
     names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
-    powers = set().union(*(expression.atoms(sympy.Pow) for expression in expressions))
-    logarithms = set().union(*(expression.atoms(sympy.log) for expression in expressions))
     # Even roots and logarithms are real only for positive numbers.
-    positive = [power.base for power in powers if power.exp.is_Rational and not power.exp.is_Integer]
-    positive += [logarithm.args[0] for logarithm in logarithms]
-    found: list[list[Any]] = []
+    powers = [power for expression in expressions for power in expression.atoms(sympy.Pow, sympy.log)]
+    positive = [
+        power.args[0]
+        for power in powers
+        if power.is_Function or not (power.exp.is_Integer or power.exp.free_symbols)
+    ]
+    real: list[list[Any]] = []
     every: list[list[Any]] = []
     for start, step, under in _POINTS:
         point = {name: sympy.Rational(start + step * place, under) for place, name in enumerate(names)}
         every.append([expression.subs(point) for expression in expressions])
-        if all(sympy.N(each.subs(point)).is_nonnegative for each in positive) and all(map(_is_real, every[-1])):
-            found.append(every[-1])
-        if len(found) == 3:
+        within = all(sympy.N(base.subs(point)).is_nonnegative for base in positive)
+        if within and all(value.is_Rational or sympy.N(value).is_real for value in every[-1]):
+            real.append(every[-1])
+        if len(real) == 3:
             break
-    return found or every[:3]
-
-
-def _is_real(value: Any) -> bool:
-    return bool(value.is_Rational or sympy.N(value).is_real)
+    return real or every[:3]
 
 
 def _union(several: Several) -> Several:
     """Writes a list such as x < 2 or x > 3 as a union of intervals."""
-    items = [_interval(item) if isinstance(item, Relation) else item for item in several.items]
-    if several.closed != "or" or not all(isinstance(item, Several) for item in items):
-        return several
-    return Several(UNION, tuple(items), "")
+    pairs = [_interval(item) if isinstance(item, Relation) else (None, item) for item in several.items]
+    joined = several.closed == "or" and len({name for name, _ in pairs}) == 1
+    whole = joined and all(isinstance(item, Several) for _, item in pairs)
+    return Several(UNION, tuple(item for _, item in pairs), "") if whole else several
 
 
-def _interval(relation: Relation) -> Any:
-    """Returns the interval that a relation such as a < x < b or x in (a, b) states, or None."""
-    relation = _ascending(relation)
-    sides, signs = relation.sides, relation.signs
-    if signs == ("=",) and is_name(sides[0]):
-        return sides[1]
+def _interval(relation: Relation) -> tuple[Any, Any]:
+    """Returns the name and the interval of a relation such as a < x < b or x = (a, b). Returns None twice for any other relation."""
+    sides, signs = (relation := _ascending(relation)).sides, relation.signs
+    if signs == ("=",) and is_name(sides[0]) and isinstance(sides[1], Several):
+        return sides
     if not set(signs) <= {"<", "≤"} or not all(isinstance(side, sympy.Expr) for side in sides):
-        return None
+        return None, None
     if len(sides) == 2:
-        sides = (-sympy.oo, *sides) if is_name(sides[0]) else (*sides, sympy.oo)
-        signs = ("<", *signs) if sides[0] == -sympy.oo else (*signs, "<")
+        sides, signs = (
+            ((-sympy.oo, *sides), ("<", *signs)) if is_name(sides[0]) else ((*sides, sympy.oo), (*signs, "<"))
+        )
     if len(sides) != 3 or not is_name(sides[1]):
-        return None
-    return Several("(["[signs[0] == "≤"], (sides[0], sides[2]), ")]"[signs[1] == "≤"])
+        return None, None
+    return sides[1], Several("(["[signs[0] == "≤"], (sides[0], sides[2]), ")]"[signs[1] == "≤"])
 
 
 def _ascending(relation: Relation) -> Relation:
