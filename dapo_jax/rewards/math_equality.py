@@ -10,7 +10,6 @@ from typing import Any
 
 import sympy
 from sympy.core.evalf import PrecisionExhausted
-from sympy.core.function import AppliedUndef
 
 from dapo_jax.rewards.math_reader import UNION, ReadAnswer, Relation, Several, is_name
 
@@ -19,7 +18,6 @@ DIGITS = 50
 
 _POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13), (-41, -17, 13), (230, 7, 3), (-230, -7, 3), (5, 3, 97), (18, 2, 13))  # fmt: skip
 """At each point (a, b, c), the variables have the values a/c, (a + b)/c, (a + 2b)/c, ..."""
-_FLIPPED = {">": "<", "≥": "≤"}
 
 
 def same_meaning(gold: ReadAnswer, found: ReadAnswer) -> bool:
@@ -61,24 +59,26 @@ class _Comparison:
             "()" if one.opened == "[" and len(one.items) != 2 else one.opened + one.closed.removeprefix("or")
             for one in (gold, found)
         }
-        if kinds == {r"\{\}"}:  # how often an item occurs in a set does not matter
-            return all(any(self.equal(a, b) for b in found.items) for a in gold.items) and all(
-                any(self.equal(a, b) for a in gold.items) for b in found.items
-            )
-        if len(gold.items) != len(found.items) or (len(kinds) != 1 and not kinds <= {r"\{\}", "()", ""}):
+        if kinds == {r"\{\}"}:  # the number of times that an item occurs in a set does not matter
+            return self._within(gold, found, once=False) and self._within(found, gold, once=False)
+        if len(gold.items) != len(found.items):
             return False
         if kinds <= {r"\{\}", ""} or kinds == {UNION}:
-            left = list(found.items)
-            for item in gold.items:
-                place = next((place for place, other in enumerate(left) if self.equal(item, other)), None)
-                if place is None:
-                    return False
-                del left[place]
-            return True
-        return kinds != {r"\{\}", "()"} and all(map(self.equal, gold.items, found.items))
+            return self._within(gold, found, once=True)
+        return (len(kinds) == 1 or kinds == {"()", ""}) and all(map(self.equal, gold.items, found.items))
+
+    def _within(self, one: Several, other: Several, *, once: bool) -> bool:
+        """Returns whether each item of `one` is an item of `other`. With `once`, each item of `other` counts once."""
+        left = list(other.items)
+        for item in one.items:
+            place = next((place for place, each in enumerate(left) if self.equal(item, each)), None)
+            if place is None:
+                return False
+            del left[place : place + once]
+        return True
 
     def _same_relation(self, gold: Relation, found: Relation) -> bool:
-        gold, found = self._oriented(gold), self._oriented(found)
+        gold, found = self._shortened(gold), self._shortened(found)
         if gold.signs != found.signs:
             (one, interval), (other, same) = _interval(gold), _interval(found)
             return one is not None and one == other and self.equal(interval, same)
@@ -93,13 +93,13 @@ class _Comparison:
             return False
         return bool(ratios[0].is_positive if gold.signs[0] in "<≤" else ratios[0].is_nonzero)
 
-    def _oriented(self, relation: Relation) -> Relation:
-        """Rewrites > as <. If the inner sides of a chain of equations are numbers, as in x = 2 + 3 = 5, keeps only the two ends."""
+    def _shortened(self, relation: Relation) -> Relation:
+        """If the sides of a chain of equations after the first are one number, as in x = 2 + 3 = 5, keeps only the two ends."""
         ends = Relation((relation.sides[0], relation.sides[-1]), ("=",))
         inner = all(
-            not _has_letters(side) and self.equal(side, ends.sides[1]) for side in relation.sides[1:-1]
+            _is_number(side) and self.equal(side, relation.sides[-1]) for side in relation.sides[1:-1]
         )
-        return ends if set(relation.signs) == {"="} and inner else _ascending(relation)
+        return ends if set(relation.signs) == {"="} and inner else relation
 
     def _value_of(self, relation: Relation, *, interval: bool) -> Any:
         """Returns the value that a relation states, such as 5 for x = 5 or 3 + 2 = 5, or None. With `interval`, a < x < b has an interval as its value."""
@@ -107,25 +107,12 @@ class _Comparison:
             return _interval(relation)[1] if interval else None
         *others, found = [side for side in relation.sides if not is_name(side)] or relation.sides[-1:]
         names = [side for side in relation.sides if is_name(side) and side is not found]
-        # Without a name, only an equation of numbers has a value.
-        if (not names and _has_letters(found)) or not all(self.equal(found, other) for other in others):
-            return None
-        # A name in its own value, as in f(x) = f(x - 1) + 2, makes an equation.
-        used = (
-            set()
-            if isinstance(found, Several)
-            else found.free_symbols | {f.func for f in found.atoms(AppliedUndef)}
+        # Without a name, only an equation of numbers has a value. A name in its own value, as in f(x) = f(x - 1) + 2, makes an equation.
+        heads, used = (
+            {f"{x}".partition("(")[0] for side in sides for x in _letters(side)} for sides in (names, [found])
         )
-        return (
-            None
-            if used
-            & {
-                getattr(name, "func", name) if name.args else name
-                for name in names
-                if not isinstance(name, Several)
-            }
-            else found
-        )
+        stated = not heads & used if names else _is_number(found)
+        return found if stated and all(self.equal(found, other) for other in others) else None
 
     def _same_number(self, gold: Any, found: Any) -> bool:
         if gold == found:
@@ -133,10 +120,6 @@ class _Comparison:
         if gold.has(sympy.oo) or found.has(sympy.oo):
             return False
         difference = gold - found
-        if applied := difference.atoms(AppliedUndef):
-            # Terms such as f(x) become symbols, because equal arguments give equal values.
-            names = {one: sympy.Symbol(f"{one}", real=True) for one in applied}
-            return self._same_number(gold.xreplace(names), found.xreplace(names))
         if difference.free_symbols:
             # Comparing the expanded expressions could take very long: (x + y + z)^50 has 1,326 terms.
             return all(starmap(_are_close, _at_points((gold, found))))
@@ -147,8 +130,12 @@ class _Comparison:
         return not (gold.is_Rational and found.is_Rational) and _are_close(gold, found)
 
 
-def _has_letters(side: Any) -> bool:
-    return not isinstance(side, sympy.Expr) or bool(side.free_symbols)
+def _letters(side: Any) -> set[Any]:
+    return set().union(*map(_letters, side.items)) if isinstance(side, Several) else side.free_symbols
+
+
+def _is_number(side: Any) -> bool:
+    return isinstance(side, sympy.Expr) and not side.free_symbols
 
 
 def _are_close(one: Any, other: Any) -> bool:
@@ -196,7 +183,7 @@ def _union(several: Several) -> Several:
 
 def _interval(relation: Relation) -> tuple[Any, Any]:
     """Returns the name and the interval of a relation such as a < x < b or x = (a, b). Returns None twice for any other relation."""
-    sides, signs = (relation := _ascending(relation)).sides, relation.signs
+    sides, signs = relation.sides, relation.signs
     if signs == ("=",) and is_name(sides[0]) and isinstance(sides[1], Several):
         return sides
     if not set(signs) <= {"<", "≤"} or not all(isinstance(side, sympy.Expr) for side in sides):
@@ -208,10 +195,3 @@ def _interval(relation: Relation) -> tuple[Any, Any]:
     if len(sides) != 3 or not is_name(sides[1]):
         return None, None
     return sides[1], Several("(["[signs[0] == "≤"], (sides[0], sides[2]), ")]"[signs[1] == "≤"])
-
-
-def _ascending(relation: Relation) -> Relation:
-    """Rewrites > as <, and ≥ as ≤."""
-    if not set(relation.signs) <= {">", "≥"}:
-        return relation
-    return Relation(relation.sides[::-1], tuple(_FLIPPED[sign] for sign in relation.signs[::-1]))

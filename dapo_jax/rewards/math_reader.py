@@ -22,7 +22,6 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
-from sympy.core.function import AppliedUndef
 
 from dapo_jax.rewards.numerals import COPULA, FILLER, GROUPED, NUMERAL, PER_AREA, UNIT, WORD, placeholder
 from dapo_jax.rewards.numerals import plain, value
@@ -49,7 +48,7 @@ class Several:
 
 @dataclass(frozen=True)
 class Relation:
-    """A relation such as a < b <= c, with one sign between each pair of adjacent sides."""
+    """A relation such as a < b <= c, with one sign between each pair of adjacent sides. Relations with only > and ≥ are turned round."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
@@ -335,6 +334,8 @@ class _FormulaParser:
             exact = signs.index("≈")
             end = exact + 2 if exact == 0 and is_name(sides[0]) else exact + 1
             sides, signs = sides[:end], ["="] * (end - 1)
+        if set(signs) <= {">", "≥"}:  # also if there is no sign
+            sides, signs = sides[::-1], [{">": "<", "≥": "≤"}[sign] for sign in signs[::-1]]
         return Relation(tuple(sides), tuple(signs)) if signs else sides[0]
 
     def _union(self) -> Any:
@@ -483,8 +484,8 @@ class _FormulaParser:
             return sympy.E if name == "e" else sympy.I
         if name not in "fgh" and (call := self._take(_CALL)):
             return sympy.Symbol(f"{name}({call[1]})", real=True)
-        if name in "fgh" and self._take(r"\("):
-            return sympy.Function(name)(_number(self._bracket("(")))
+        if name in "fgh" and self._take(r"\("):  # equal arguments give equal values
+            return sympy.Symbol(f"{name}({_number(self._bracket('('))})", real=True)
         return sympy.Symbol(name, real=True)
 
     def _mixed(self) -> Any:
@@ -518,9 +519,8 @@ class _FormulaParser:
 
 def is_name(side: Any) -> bool:
     """Returns whether a side of an equation is a name for the other side: one symbol, one call such as f(2), or a tuple of symbols."""
-    if isinstance(side, Several):  # (x, y) = (1, 2)
-        return side.opened == "(" and all(isinstance(item, sympy.Symbol) for item in side.items)
-    return isinstance(side, sympy.Symbol | AppliedUndef)
+    sides = side.items if isinstance(side, Several) and side.opened == "(" else (side,)
+    return all(isinstance(one, sympy.Symbol) for one in sides)
 
 
 def _require(condition: object, problem: str) -> None:

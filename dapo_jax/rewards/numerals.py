@@ -38,54 +38,40 @@ _NUMBER = re.compile(
     rf"(?:\s*/\s*(?P<under>{GROUPED.pattern}))?"
 )  # fmt: skip
 
-_UNITS = frozenset(
-    """
-    meter metre centimeter centimetre millimeter kilometer kilometre inch inches foot feet yard mile acre hectare liter litre milliliter gallon
-    quart pint cup ounce pound gram kilogram milligram ton tonne second minute hour day week month year degree radian celsius fahrenheit
-    kelvin dollar cent euro rupee peso yen yuan buck dime nickel penny pennies watt volt joule newton hertz calorie byte mph kph kmh unit
-    point mark way time people person men man women woman child children boy girl student kid friend player teacher member guest worker
-    employee passenger customer piece book page apple orange banana egg cookie marble box boxes card bag bottle pencil pen block game tree
-    ticket sticker flower candy candies car truck bus buses bike wheel animal dog cat cow hen chicken fish bird sheep duck horse rabbit goat pig
-    toy ball doll bead coin stamp shirt hat photo picture cake pie pizza slice cupcake sandwich meal serving donut muffin balloon seed
-    plant leaf leaves rose shell tile brick row table chair room floor house seat bill bar basket jar can glass glasses carton crate package packet
-    letter word question problem lesson class classes movie song episode step trip lap mango strawberry strawberries tomato tomatoes potato potatoes lemon clip item
-    vote sock shoe dress key gift video phone goal face edge vertices side triangle digit outcome combination permutation arrangement percentage
-    """.split()  # fmt: skip
-)
-"""Units and nouns that may follow a number, in the singular. A word that is on none of these lists may change the number, as eighths does."""
-_SHORT_UNITS = frozenset(
-    "cm mm km kg mg ml mL ft in lb lbs oz yd mi hr hrs sec min cc gal mol Hz kHz MHz GHz kW kWh cal rad deg pt pts pcs st nd rd th".split()
-)
-_FILLERS = frozenset(
-    """
-    the this that these an it its there so thus hence therefore then finally answer answers result value values solution solutions total final correct required of in
-    for to we get have obtain find he she they has had you i'd per hope our usd eur gbp inr us about approximately approx roughly exactly
-    only number amount count cost price area perimeter volume length width height distance speed age probability chance measure equation
-    function altogether largest smallest greatest matrix old left remaining long tall wide away
-    """.split()  # fmt: skip
-)
-_COPULAS = frozenset("is are was were equal equals it's".split())
-
 FILLER, UNIT, COPULA, PER_AREA = "\0", "\3", "\4", "\5"
-"""Placeholders for words that do not change the value of a number: anywhere, only after the number, words such as "is", and square or cubic."""
+"""Placeholders for words that do not change a number: anywhere, only after the number, words such as "is", and square or cubic before a unit."""
 WORD = re.compile(r"[A-Za-z]+(?:['\u2019][A-Za-z]+)*")
+_UNITS = """
+    meter metre centimeter centimetre millimeter kilometer kilometre inch inches foot feet yard mile acre hectare liter litre milliliter gallon quart
+    pint cup ounce pound gram kilogram milligram ton tonne second minute hour day week month year degree radian celsius fahrenheit kelvin dollar cent
+    euro rupee peso yen yuan buck dime nickel penny pennies watt volt joule newton hertz calorie byte mph kph kmh unit point mark percentage way time
+    people person men man women woman child children boy girl student kid friend player teacher member guest worker employee passenger customer piece
+    book page apple orange banana egg cookie marble box boxes card bag bottle pencil pen block game tree ticket sticker flower candy candies car truck
+    bus buses bike wheel animal dog cat cow hen chicken fish bird sheep rabbit toy ball doll bead coin stamp shirt hat photo picture cake pie pizza
+    slice sandwich meal serving seed plant leaf leaves rose shell tile brick row table chair room floor house seat bar basket jar can glass glasses
+    package letter word question problem lesson class classes movie song story stories step trip clip item vote gift video phone goal face edge
+    vertices side triangle digit outcome combination permutation arrangement"""
+_FILLERS = """
+    the this that these an it its there so thus hence therefore then finally answer answers result value values solution solutions total final correct
+    required of in for to we get have obtain find he she they has had you i'd per hope our usd eur gbp inr us about approximately approx roughly
+    exactly only number amount count cost price area perimeter volume length width height distance speed age probability chance measure equation
+    function altogether largest smallest greatest matrix old left remaining long tall wide away"""
+_SHORT_UNITS = """cm mm km kg mg ml mL ft in lb lbs oz yd mi hr hrs sec min cc gal mol Hz kHz MHz GHz kW kWh cal rad deg pt pts pcs st nd rd th"""
+_WORDS = {
+    **dict.fromkeys(_UNITS.split(), UNIT), **dict.fromkeys(_FILLERS.split(), FILLER), **dict.fromkeys("square cubic sq cu".split(), PER_AREA),
+    **dict.fromkeys("is are was were equal equals it's".split(), COPULA),
+}  # fmt: skip
 
 
 def placeholder(word: str) -> str:
-    """Returns the placeholder of a word that does not change the value of a number, or an empty text for any other word.
+    """Returns the placeholder of a word that does not change a number, or an empty text for any other word, such as eighths.
 
     >>> placeholder("The") == FILLER, placeholder("apples") == UNIT, placeholder("isn't"), placeholder("eighths")
     (True, True, '', '')
     """
     small = word.lower()
-    if small in _COPULAS:
-        return COPULA
-    if small in _FILLERS:
-        return FILLER
-    if small in ("square", "cubic", "sq", "cu"):
-        return PER_AREA
-    known = small in _UNITS or small.removesuffix("s") in _UNITS or word in _SHORT_UNITS
-    return UNIT if known else ""
+    unit = word in _SHORT_UNITS.split() or _WORDS.get(small.removesuffix("s")) == UNIT
+    return _WORDS.get(small, UNIT if unit else "")
 
 
 def plain(text: str) -> str:
