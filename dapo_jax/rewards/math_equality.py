@@ -38,10 +38,7 @@ class _Comparison:
     def equal(self, gold: Any, found: Any) -> bool:
         if isinstance(gold, Relation) and isinstance(found, Relation):
             return self._same_relation(gold, found)
-        if isinstance(gold, Relation):
-            gold = self._value_of(gold, interval=isinstance(found, Several))
-        if isinstance(found, Relation):
-            found = self._value_of(found, interval=isinstance(gold, Several))
+        gold, found = self._value_of(gold, found), self._value_of(found, gold)
         if gold is None or found is None:
             return False
         if isinstance(gold, Several) and isinstance(found, Several):
@@ -101,10 +98,12 @@ class _Comparison:
         )
         return ends if set(relation.signs) == {"="} and inner else relation
 
-    def _value_of(self, relation: Relation, *, interval: bool) -> Any:
-        """Returns the value that a relation states, such as 5 for x = 5 or 3 + 2 = 5, or None. With `interval`, a < x < b has an interval as its value."""
+    def _value_of(self, relation: Any, other: Any) -> Any:
+        """Returns the value that a relation states, such as 5 for x = 5 or 3 + 2 = 5, or None. If `other` is an interval, a < x < b states one."""
+        if not isinstance(relation, Relation):
+            return relation
         if set(relation.signs) != {"="}:
-            return _interval(relation)[1] if interval else None
+            return _interval(relation)[1] if isinstance(other, Several) else None
         *others, found = [side for side in relation.sides if not is_name(side)] or relation.sides[-1:]
         names = [side for side in relation.sides if is_name(side) and side is not found]
         # Without a name, only an equation of numbers has a value. A name in its own value, as in f(x) = f(x - 1) + 2, makes an equation.

@@ -35,7 +35,7 @@ def math_grader(response: str, answer: str) -> Verdict:
     """
     # Imported here because these modules import sympy, which loads slowly.
     from dapo_jax.rewards.math_equality import same_meaning
-    from dapo_jax.rewards.math_reader import is_word, read, same_text, text_form
+    from dapo_jax.rewards.math_reader import is_word, read, text_form
 
     stated, where = _statement(response[-TAIL_CHARACTERS:])
     stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r" \1\2 ", stated))
@@ -43,7 +43,7 @@ def math_grader(response: str, answer: str) -> Verdict:
         return Verdict(correct=False, reason=f"{where}: no answer found")
     extracted = text_form(stated)
     wanted = text_form(answer)
-    if extracted and same_text(extracted, wanted):
+    if extracted and (extracted == wanted or (is_word(wanted) and extracted.lower() == wanted)):
         return Verdict(correct=True, extracted=extracted, reason=f"{where}: equal as text")
     if extracted.isalpha() and wanted.isalpha() and is_word(wanted):  # not products: no is not on
         return Verdict(correct=False, extracted=extracted, reason=f"{where}: expected {answer!r}")

@@ -17,9 +17,8 @@ powers of powers without braces, and text that can be parsed in two ways (`1/2x`
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 
@@ -32,12 +31,7 @@ SIGNIFICANT = 6
 """A decimal with at least this many significant digits also equals every number that rounds to it, such as 1/3 for 0.333333."""
 
 
-class UnreadableError(ValueError):
-    """The text cannot be parsed as a whole."""
-
-
-@dataclass(frozen=True)
-class Several:
+class Several(NamedTuple):
     """Several values: an interval `(1,2]`, a tuple, a set, a union (`opened=UNION`), a list (`opened=""`, `closed="or"` if "or" separates its items),
     or a matrix (`opened="⟦"`). The rows of a matrix are tuples, or numbers if it has one column."""
 
@@ -46,16 +40,14 @@ class Several:
     closed: str
 
 
-@dataclass(frozen=True)
-class Relation:
+class Relation(NamedTuple):
     """A relation such as a < b <= c, with one sign between each pair of adjacent sides. Relations with only > and ≥ are turned round."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class ReadAnswer:
+class ReadAnswer(NamedTuple):
     """The parsed meaning of a text. `decimals` maps each decimal with at least six significant digits to the place value of its last digit.
     `undone` is True if a sum, product or quotient of numbers is left to be worked out, as in 17*23."""
 
@@ -68,17 +60,14 @@ class ReadAnswer:
 UNION = "\u222a"
 
 
-def _each(names: str, written: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), written)
-
-
 _COMMANDS = {
-    **_each("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox", " "),
-    **_each("quad qquad thinspace", " "), **_each("dfrac tfrac cfrac", r"\frac"), **_each("dbinom tbinom", r"\binom"),
-    **_each("times cdot ast", "*"), **_each("le leq leqslant", "≤"), **_each("ge geq geqslant", "≥"), **_each("ne neq", "≠"),
-    **_each("lvert rvert vert mid", "|"), **_each("dots ldots cdots dotsc", "…"),
-    "div": "/", "lt": "<", "gt": ">", "approx": "≈", "pm": "±", "mp": "∓", "in": "∈", "cup": UNION, "infty": "∞", "pi": "π",
-    "degree": "°", "imath": "i", "lbrace": r"\{", "rbrace": r"\}", "varnothing": r"\emptyset",
+    name: written for names, written in (
+        ("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox quad qquad thinspace", " "),
+        ("dfrac tfrac cfrac", r"\frac"), ("dbinom tbinom", r"\binom"), ("times cdot ast", "*"), ("div", "/"), ("pm", "±"), ("mp", "∓"), ("lt", "<"), ("gt", ">"),
+        ("le leq leqslant", "≤"), ("ge geq geqslant", "≥"), ("ne neq", "≠"), ("approx", "≈"), ("in", "∈"), ("cup", UNION), ("lvert rvert vert mid", "|"),
+        ("dots ldots cdots dotsc", "…"), ("infty", "∞"), ("pi", "π"), ("degree", "°"), ("imath", "i"), ("lbrace", r"\{"), ("rbrace", r"\}"),
+        ("varnothing", r"\emptyset"),
+    ) for name in names.split()
 }  # fmt: skip
 """Replacements for LaTeX commands, by command name. Commands that are not listed are kept."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -97,35 +86,25 @@ _UNIT_LETTERS = frozenset("mgshLlJNWVACF")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _MONEY = re.compile(r"(?<![0-9.,])(?:\bUS\s*)?(?:\\\$|[€£¥₹])|(?:\\\$|[€£¥₹¢])(?![0-9.,])")
 _ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[^0-9]\s)\$(?=[0-9.])|(?<=\()\$(?=[0-9.])|\$\s*$")
-_JOINED_THOUSANDS = re.compile(
-    r"(?<![0-9.,])[1-9][0-9]{0,2}(?: ?(?:\{,\}|,\\!|\\[,;:! ]|~)\s?[0-9]{3})+(?![0-9])|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
-)
+_JOINED_THOUSANDS = r"(?<![0-9.,])[1-9][0-9]{0,2}(?: ?(?:\{,\}|,\\!|\\[,;:! ]|~)\s?[0-9]{3})+(?![0-9])|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
 _SPACING = re.compile(r"(?:\\[,;:! ]|~|\s)+")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))")
 _UPRIGHT = re.compile(r"\\(text[a-z]*|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|operatorname)\s*\{([^{}]*)\}")
 _CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
-_PERCENT = re.compile(
-    r"\\%|(?:\\(?:text|mathrm)\s*\{\s*)?(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])(?:\s*\})?"
-)
+_PERCENT = r"\\%|(?:\\(?:text|mathrm)\s*\{\s*)?(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])(?:\s*\})?"
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,.]?\s+[A-Za-z]{2,}")
 _BARE = re.compile(rf"(?:\\[A-Za-z]+|§_\{{\w+\}})|{WORD.pattern}")
 _DECIMAL_COMMA = "([0-9]{4,}),([0-9]{1,2})(?![0-9.,])"
 """A comma after four or more digits and before one or two, which cannot separate thousands, is a decimal comma."""
 _POWER_OF_TEN = r"10\s*(?:\^|\*\*)"
-_FIGURE = re.compile(
-    r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*\{?\s*([A-Z0-9]{2,4}|[A-Z])(?![A-Za-z])\s*\}?|\|\s*([A-Z]{2})\s*\|(?=\s*=)"
-)
+_FIGURE = r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*\{?\s*([A-Z0-9]{2,4}|[A-Z])(?![A-Za-z])\s*\}?|\|\s*([A-Z]{2})\s*\|(?=\s*=)"
 """Names such as \\angle ABC or |AB|. The symbol § with the name as its index replaces them."""
 _END = re.compile(r"(?:(?<![.,;])[.,;]|\s)+$")
 _MARKS = re.compile(r"\$\$?|\\[()\[\]]")
 _AFTER_NUMBER = rf"{UNIT}(?:\s*\^\s*\{{?[23]\}}?)?(?:\s*/\s*(?:{UNIT}|[{''.join(_UNIT_LETTERS)}](?![A-Za-z]))(?:\^\{{?[23]\}}?)?)?"
 _PLACEHOLDERS = re.compile(rf"({FILLER}|{COPULA}|(?:{PER_AREA}\s*)?{_AFTER_NUMBER})")
-_MATRIX = re.compile(
-    r"\\(begin|end)\s*\{(?:small|[pb])?matrix\}|(?:\\left\s*)?[\[(]\s*\\(begin)\s*\{array\}\s*\{[lcr| ]*\}|\\end\s*\{array\}\s*(?:\\right\s*)?[\])]"
-)
-_REST_OF_MIXED = re.compile(
-    r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
-)
+_MATRIX = r"\\(begin|end)\s*\{(?:(?:small|[pb])?matrix|array)\}(?:\s*\{[lcr| ]*\})?"
+_REST_OF_MIXED = r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 _CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*)\s*\)(?=\s*[=≈])"
 """Matches the argument of a call that names a value, as in P(2) = 5."""
 
@@ -147,18 +126,9 @@ def text_form(text: str) -> str:
     return re.sub(r"^\(([A-Za-z]+)\)$", r"\1", found)
 
 
-def same_text(found: str, gold: str) -> bool:
-    """Compares two results of `text_form`. Case is ignored if the reference `gold` consists of words."""
-    return found == gold or (found.lower() == gold and is_word(gold))
-
-
 def is_word(text: str) -> bool:
     """Returns whether a text is a word, not variables. Up to three letters, or capitals, are a word if they hold a vowel and a letter after e."""
-    likely = (
-        re.search("[aeiou]", text, re.I)
-        and re.search("[f-z]", text, re.I)
-        and not (text.isupper() and len(text) <= 3)
-    )
+    likely = re.search("(?i)(?=.*[aeiou]).*[f-z]", text) and not (text.isupper() and len(text) <= 3)
     return bool(re.fullmatch("[A-Za-z,.'()-]+", text) and (likely or (text[1:].islower() and len(text) > 3)))
 
 
@@ -167,14 +137,14 @@ def _simplified(text: str) -> str:
     text = plain(text).translate(_SIGNS)
     # In a matrix, a double backslash separates rows. Elsewhere it is a backslash that was escaped twice.
     text = text.replace("\\\\", "\1" if re.search("matrix|array", text) else "\\")
-    text = _MATRIX.sub(lambda match: "⟦(" if "begin" in match.groups() else ")⟧", text)
+    text = re.sub(_MATRIX, lambda match: "⟦(" if match[1] == "begin" else ")⟧", text)
     if "⟦" in text:
         text = re.sub(r"\x01\s*(?=\)⟧)", "", text.replace("&", ",")).replace("\1", "),(")
     text = re.sub(r"\\mathbb\s*\{?\s*R\s*\}?", "ℝ", re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text))
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
-    text = _JOINED_THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+    text = re.sub(_JOINED_THOUSANDS, lambda match: re.sub("[^0-9]", "", match[0]), text)
     text = _COMMAND.sub(lambda match: _COMMANDS.get(match[1], match[0]), text)
-    text = re.sub(r"\.{3,}", "…", re.sub(r"\s!=", "≠", _PERCENT.sub("%", text)))
+    text = re.sub(r"\.{3,}", "…", re.sub(r"\s!=", "≠", re.sub(_PERCENT, "%", text)))
     if text.count("$") == 1:
         text = _ONE_DOLLAR.sub(r" \1", text)  # a currency sign
     return _SPACING.sub(" ", text)
@@ -190,7 +160,7 @@ def read(text: str) -> ReadAnswer | None:
         reader = _FormulaParser(core)
         found = reader.statement()
         return ReadAnswer(found, percent, reader.decimals, reader.undone)
-    except (UnreadableError, RecursionError, ArithmeticError, TypeError, ValueError):
+    except (RecursionError, ArithmeticError, TypeError, ValueError):
         return None
 
 
@@ -198,16 +168,14 @@ def _core(text: str) -> tuple[str, bool]:
     """Removes words and units from a text. Returns the remaining formula and whether it is a percentage. The text must contain exactly one formula."""
     text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text)
     text = _CONJUNCTION.sub(lambda match: "\2" if match[1] == "or" else ",", text)
-    text = _FIGURE.sub(lambda match: f"§_{{{match[1] or ''}{match[2] or match[3]}}}", text)
+    text = re.sub(_FIGURE, lambda match: f"§_{{{match[1] or ''}{match[2] or match[3]}}}", text)
     text = _UPRIGHT.sub(_upright, text)
     parts = _MARKS.split(text)
     _require(len(parts) % 2, "a formula that is not closed")
     # Letters between math delimiters, and in a text without delimiters and sentences, may be variables.
     prose = len(parts) > 1 or bool(_PROSE.search(text))
-    parts = [
-        _BARE.sub(_in_prose if prose and not i % 2 else _in_formula, part) for i, part in enumerate(parts)
-    ]
-    text = f" {' '.join(parts)} "
+    functions = [_in_prose if prose else _in_formula, _in_formula] * len(parts)
+    text = f" {' '.join(map(_BARE.sub, functions, parts))} "
     text = re.sub(rf"\(\s*{UNIT}\s*\)", UNIT, text)
     text = re.sub(rf"(?<!\S)[A-Za-z]\s+(?={COPULA})", " ", text)  # a name, as in "the value of x is 5"
     pieces = [re.sub(r'^\s*(["`])(.*)\1\s*$', r"\2", piece) for piece in _PLACEHOLDERS.split(text)]
@@ -215,10 +183,8 @@ def _core(text: str) -> tuple[str, bool]:
     where = [place for place in range(0, len(pieces), 2) if pieces[place]]
     _require(len(where) == 1, "no mathematics, or several pieces")
     core, before, after = pieces[where[0]], pieces[: where[0]], pieces[where[0] + 1 :]
-    _require(
-        UNIT not in "".join(before) and not (core.endswith("%") and UNIT in "".join(after)),
-        "a unit in the wrong place",
-    )
+    misplaced = UNIT in "".join(before) or (core.endswith("%") and UNIT in "".join(after))
+    _require(not misplaced, "a unit before the number, or after a percentage")
     _require(not (before and re.match(r"[-+*/^_!|] |[+*/^_!]", core)), "a word is a part of the formula")
     core = (core.lstrip("= ") if before else core).removeprefix("≈")
     return re.sub(r"\s*%$", "", core), core.endswith("%")
@@ -231,11 +197,8 @@ def _upright(match: re.Match[str]) -> str:
         return rf"\{inner} "
     followed = re.match(r"\s*[(\[_]", match.string[match.end() :])
     _require(style != "operatorname" and not followed, f"an unknown function {inner}")
-    if (
-        len(inner) == 1
-        and inner.isalpha()
-        and (inner not in _UNIT_LETTERS or style[:5] in ("mathb", "mathi", "bolds"))
-    ):
+    variable = inner not in _UNIT_LETTERS or style[:5] in ("mathb", "mathi", "bolds")
+    if len(inner) == 1 and inner.isalpha() and variable:
         return f" {inner} "
     words = {word: UNIT if word in _UNIT_LETTERS else placeholder(word) for word in WORD.findall(inner)}
     _require(all(words.values()), f"{inner} may change the number")
@@ -276,7 +239,7 @@ def _in_formula(match: re.Match[str], prose: bool = False) -> str:
 
 
 class _FormulaParser:
-    """A recursive descent parser with one method per grammar rule. Raises UnreadableError for text that matches no rule."""
+    """A recursive descent parser with one method per grammar rule. Raises ValueError for text that matches no rule."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -451,7 +414,8 @@ class _FormulaParser:
         closed = self._take(closers.get(opened, r"[)\]]"))
         pair = (opened, closed[0].strip() if closed else "")
         _require(closed, "a bracket that is not closed")
-        if len(items) == 1 and pair in (("(", ")"), ("{", "}")):
+        matrix = len(items) == 1 and isinstance(items[0], Several) and items[0].opened == "⟦"
+        if matrix or (len(items) == 1 and pair in (("(", ")"), ("{", "}"))):
             return items[0]
         return Several(
             *((r"\{", tuple(items), r"\}") if pair == ("{", "}") else (opened, tuple(items), pair[1]))
@@ -493,7 +457,7 @@ class _FormulaParser:
         found = self._numeral()
         if not self.text[start : self.at].strip().isdigit():
             return found
-        if not (part := self._take(_REST_OF_MIXED.pattern)):
+        if not (part := self._take(_REST_OF_MIXED)):
             return found
         self.divided = "/" in part[0]
         over, under = [int(group) for group in part.groups() if group]
@@ -525,7 +489,7 @@ def is_name(side: Any) -> bool:
 
 def _require(condition: object, problem: str) -> None:
     if not condition:
-        raise UnreadableError(problem)
+        raise ValueError(problem)
 
 
 def _number(found: Any) -> Any:
@@ -535,7 +499,7 @@ def _number(found: Any) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Returns a power. Raises UnreadableError if it would be very large, because responses are untrusted."""
+    """Returns a power. Raises ValueError if it would be very large, because responses are untrusted."""
     _require(base != 0 or exponent.is_positive, "an undefined value")
     if exponent.is_Rational:
         bits = max(abs(base.p), base.q).bit_length() if base.is_Rational else 0
