@@ -92,11 +92,9 @@ class _Comparison:
 
     def _shortened(self, relation: Relation) -> Relation:
         """If the sides of a chain of equations after the first are one number, as in x = 2 + 3 = 5, keeps only the two ends."""
-        ends = Relation((relation.sides[0], relation.sides[-1]), ("=",))
-        inner = all(
-            _is_number(side) and self.equal(side, relation.sides[-1]) for side in relation.sides[1:-1]
-        )
-        return ends if set(relation.signs) == {"="} and inner else relation
+        first, *inner, last = relation.sides
+        number = all(getattr(side, "is_number", False) and self.equal(side, last) for side in inner)
+        return Relation((first, last), ("=",)) if set(relation.signs) == {"="} and number else relation
 
     def _value_of(self, relation: Any, other: Any) -> Any:
         """Returns the value that a relation states, such as 5 for x = 5 or 3 + 2 = 5, or None. If `other` is an interval, a < x < b states one."""
@@ -107,10 +105,8 @@ class _Comparison:
         *others, found = [side for side in relation.sides if not is_name(side)] or relation.sides[-1:]
         names = [side for side in relation.sides if is_name(side) and side is not found]
         # Without a name, only an equation of numbers has a value. A name in its own value, as in f(x) = f(x - 1) + 2, makes an equation.
-        heads, used = (
-            {f"{x}".partition("(")[0] for side in sides for x in _letters(side)} for sides in (names, [found])
-        )
-        stated = not heads & used if names else _is_number(found)
+        used = _heads(found) & set().union(*map(_heads, names))
+        stated = not used if names else getattr(found, "is_number", False)
         return found if stated and all(self.equal(found, other) for other in others) else None
 
     def _same_number(self, gold: Any, found: Any) -> bool:
@@ -129,12 +125,11 @@ class _Comparison:
         return not (gold.is_Rational and found.is_Rational) and _are_close(gold, found)
 
 
-def _letters(side: Any) -> set[Any]:
-    return set().union(*map(_letters, side.items)) if isinstance(side, Several) else side.free_symbols
-
-
-def _is_number(side: Any) -> bool:
-    return isinstance(side, sympy.Expr) and not side.free_symbols
+def _heads(side: Any) -> set[str]:
+    """Returns the names of all variables and functions of a side."""
+    if isinstance(side, Several):
+        return set().union(*map(_heads, side.items))
+    return {str(letter).partition("(")[0] for letter in side.free_symbols}
 
 
 def _are_close(one: Any, other: Any) -> bool:
@@ -153,12 +148,8 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
     """Evaluates the expressions at three points at which all of them are real, with positive and negative values of the variables."""
     names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
     # Even roots and logarithms are real only for positive numbers.
-    powers = [power for expression in expressions for power in expression.atoms(sympy.Pow, sympy.log)]
-    positive = [
-        power.args[0]
-        for power in powers
-        if power.is_Function or not (power.exp.is_Integer or power.exp.free_symbols)
-    ]
+    roots = (root for expression in expressions for root in expression.atoms(sympy.Pow, sympy.log))
+    positive = [x.args[0] for x in roots if not (x.is_Pow and (x.exp.is_Integer or x.exp.free_symbols))]
     real: list[list[Any]] = []
     every: list[list[Any]] = []
     for start, step, under in _POINTS:

@@ -41,8 +41,7 @@ def math_grader(response: str, answer: str) -> Verdict:
     stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r" \1\2 ", stated))
     if stated is None:
         return Verdict(correct=False, reason=f"{where}: no answer found")
-    extracted = text_form(stated)
-    wanted = text_form(answer)
+    extracted, wanted = text_form(stated), text_form(answer)
     if extracted and (extracted == wanted or (is_word(wanted) and extracted.lower() == wanted)):
         return Verdict(correct=True, extracted=extracted, reason=f"{where}: equal as text")
     if extracted.isalpha() and wanted.isalpha() and is_word(wanted):  # not products: no is not on

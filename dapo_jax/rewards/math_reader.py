@@ -17,7 +17,7 @@ powers of powers without braces, and text that can be parsed in two ways (`1/2x`
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import sympy
@@ -96,6 +96,7 @@ _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,.]?\s+[A-Za-z]{2,}")
 _BARE = re.compile(rf"(?:\\[A-Za-z]+|§_\{{\w+\}})|{WORD.pattern}")
 _DECIMAL_COMMA = "([0-9]{4,}),([0-9]{1,2})(?![0-9.,])"
 """A comma after four or more digits and before one or two, which cannot separate thousands, is a decimal comma."""
+_FACTOR = r"[A-Za-zπ§({√]|\\(?!\}|rangle)"
 _POWER_OF_TEN = r"10\s*(?:\^|\*\*)"
 _FIGURE = r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*\{?\s*([A-Z0-9]{2,4}|[A-Z])(?![A-Za-z])\s*\}?|\|\s*([A-Z]{2})\s*\|(?=\s*=)"
 """Names such as \\angle ABC or |AB|. The symbol § with the name as its index replaces them."""
@@ -107,6 +108,7 @@ _MATRIX = r"\\(begin|end)\s*\{(?:(?:small|[pb])?matrix|array)\}(?:\s*\{[lcr| ]*\
 _REST_OF_MIXED = r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 _CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*)\s*\)(?=\s*[=≈])"
 """Matches the argument of a call that names a value, as in P(2) = 5."""
+_CONSTANTS = {"π": sympy.pi, "∞": sympy.oo, "ℝ": Several("(", (-sympy.oo, sympy.oo), ")")}
 
 
 def text_form(text: str) -> str:
@@ -174,8 +176,8 @@ def _core(text: str) -> tuple[str, bool]:
     _require(len(parts) % 2, "a formula that is not closed")
     # Letters between math delimiters, and in a text without delimiters and sentences, may be variables.
     prose = len(parts) > 1 or bool(_PROSE.search(text))
-    functions = [_in_prose if prose else _in_formula, _in_formula] * len(parts)
-    text = f" {' '.join(map(_BARE.sub, functions, parts))} "
+    replacements = [partial(_letters, prose=prose), partial(_letters, prose=False)] * len(parts)
+    text = f" {' '.join(map(_BARE.sub, replacements, parts))} "
     text = re.sub(rf"\(\s*{UNIT}\s*\)", UNIT, text)
     text = re.sub(rf"(?<!\S)[A-Za-z]\s+(?={COPULA})", " ", text)  # a name, as in "the value of x is 5"
     pieces = [re.sub(r'^\s*(["`])(.*)\1\s*$', r"\2", piece) for piece in _PLACEHOLDERS.split(text)]
@@ -205,18 +207,11 @@ def _upright(match: re.Match[str]) -> str:
     return f" {WORD.sub(lambda word: words[word[0]], inner)} "
 
 
-def _in_prose(match: re.Match[str]) -> str:
-    article = match[0] in ("a", "A", "I") and re.match(r"\s+[A-Za-z]{2}", match.string[match.end() :])
-    return (
-        FILLER
-        if article and not match.string[: match.start()][-1:].strip()
-        else _in_formula(match, prose=True)
-    )
-
-
-def _in_formula(match: re.Match[str], prose: bool = False) -> str:
+def _letters(match: re.Match[str], *, prose: bool) -> str:
     """Replaces letters: a command, a word, a function, the name of a figure such as AB, or a product of up to three variables."""
     letters, before, after = match[0], match.string[: match.start()][-1:], match.string[match.end() :]
+    if prose and letters in ("a", "A", "I") and not before.strip() and re.match(r"\s+[A-Za-z]{2}", after):
+        return FILLER
     if letters[0] in "\\§" or len(letters) == 1:
         return letters
     if letters == "sec" and not after.strip(" .$"):
@@ -231,10 +226,8 @@ def _in_formula(match: re.Match[str], prose: bool = False) -> str:
         return found
     if letters.isupper() and re.match(r"\s*[=≈]", after):
         return f"§_{{{letters}}}"
-    _require(
-        not prose and len(letters) <= 3 and letters.isalpha() and not letters.isupper(),
-        f"{letters} is not known",
-    )
+    variables = not prose and len(letters) <= 3 and letters.isalpha() and not letters.isupper()
+    _require(variables, f"{letters} is not known")
     return letters
 
 
@@ -319,10 +312,8 @@ class _FormulaParser:
         return found
 
     def _sign(self) -> int:
-        match = self._take("[-+±∓]")
-        return {"-": -1, "±": self.plus_minus, "∓": -self.plus_minus}.get(
-            match[0].strip() if match else "", 1
-        )
+        sign = self._take("[-+±∓]")
+        return {"-": -1, "±": self.plus_minus, "∓": -self.plus_minus}.get(sign[0].strip() if sign else "", 1)
 
     def _product(self) -> Any:
         self.divided, tens = False, self._sees(_POWER_OF_TEN)
@@ -333,9 +324,7 @@ class _FormulaParser:
             self.undone |= len(over) > 2 or (len(over) == 2 and sum(over) != 1) or under > 1
             tens = self._sees(rf"\*\s*{_POWER_OF_TEN}")
             sign = self._take(r"\*(?!\*)|/")
-            if not (
-                sign or self._sees(r"[A-Za-zπ§({√]|\\(?!\}|rangle)") or (not self.bars and self._sees(r"\|"))
-            ):
+            if not (sign or self._sees(_FACTOR) or (not self.bars and self._sees(r"\|"))):
                 return found
             _require(sign or not self.divided, "1/2x is ambiguous")
             factor = _number((self._sign() if sign else 1) * _number(self._factor()))
@@ -376,8 +365,8 @@ class _FormulaParser:
             return over / under
         if self._take(r"\\binom(?![A-Za-z])"):
             above, below = self._argument(), self._argument()
-            evaluated = all(each.is_Integer and 0 <= each <= 1000 for each in (above, below))
-            _require(evaluated, "a binomial coefficient that is not evaluated")
+            small = all(each.is_Integer and 0 <= each <= 1000 for each in (above, below))
+            _require(small, "a binomial coefficient that is not evaluated")
             return sympy.binomial(above, below)
         if self._take(r"\\sqrt(?![A-Za-z])|√"):
             root = sympy.Integer(2)
@@ -391,9 +380,7 @@ class _FormulaParser:
         if name := self._take(rf"\\({_GREEK})(?![A-Za-z])|([A-Za-z§])"):
             return self._letter(name[1] or name[2])
         if sign := self._take("[π∞ℝ]"):
-            return {"π": sympy.pi, "∞": sympy.oo}.get(
-                sign[0].strip(), Several("(", (-sympy.oo, sympy.oo), ")")
-            )
+            return _CONSTANTS[sign[0].strip()]
         if self._take(r"\|"):
             self.bars += 1
             found = sympy.Abs(_number(self._sum()))
@@ -412,14 +399,14 @@ class _FormulaParser:
         self.bars, self.divided = bars, divided
         closers = {"{": r"\}", "⟦": "⟧", r"\{": r"\\\}", r"\langle": r"\\rangle"}
         closed = self._take(closers.get(opened, r"[)\]]"))
-        pair = (opened, closed[0].strip() if closed else "")
         _require(closed, "a bracket that is not closed")
-        matrix = len(items) == 1 and isinstance(items[0], Several) and items[0].opened == "⟦"
-        if matrix or (len(items) == 1 and pair in (("(", ")"), ("{", "}"))):
-            return items[0]
-        return Several(
-            *((r"\{", tuple(items), r"\}") if pair == ("{", "}") else (opened, tuple(items), pair[1]))
+        if opened == "{" and len(items) > 1:
+            return Several(r"\{", tuple(items), r"\}")
+        found = Several(opened, tuple(items), closed[0].strip() if closed else "")
+        single = len(items) == 1 and (
+            found.opened + found.closed in ("()", "{}") or getattr(items[0], "opened", "") == "⟦"
         )
+        return items[0] if single else found
 
     def _function(self, name: str) -> Any:
         base, power = (), None
@@ -455,9 +442,8 @@ class _FormulaParser:
     def _mixed(self) -> Any:
         start = self.at
         found = self._numeral()
-        if not self.text[start : self.at].strip().isdigit():
-            return found
-        if not (part := self._take(_REST_OF_MIXED)):
+        part = self._take(_REST_OF_MIXED) if self.text[start : self.at].strip().isdigit() else None
+        if part is None:
             return found
         self.divided = "/" in part[0]
         over, under = [int(group) for group in part.groups() if group]
