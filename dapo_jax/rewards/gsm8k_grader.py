@@ -12,7 +12,7 @@ _RUN = re.compile(rf"{_PIECE}+(?: {_PIECE}+)*")
 """Matches a run: digits and all characters joined to them. `3-5`, `1/2` and `1 000` are one run each, but `48 = 48` is two runs."""
 _CHANGED_BEFORE = re.compile(
     r"(?:(?i:\b(?:not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above"
-    r"|under|except|without|odd|even|(?:divided|multiplied) by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|\w+ths?) of)|n['’]t)\s*"
+    r"|under|except|without|odd|even|(?:divided|multiplied) by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|\w+ths?) of)|n['\u2019]t)\s*"
     r"|(?<![A-Za-z])[A-Za-zπ]|(?<![<>])[<>≤≥]\s*)\Z"
 )
 _CHANGED_AFTER = re.compile(

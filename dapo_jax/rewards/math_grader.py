@@ -7,8 +7,10 @@ from dapo_jax.dapo.rollouts import Verdict
 TAIL_CHARACTERS = 2000
 """Number of characters at the end of a response that are searched for the answer. The rest is skipped for speed."""
 
-_ANSWER = re.compile(r"(?:answer\s*[:：]|<answer>)[\s*]*", re.IGNORECASE)
-_THE_ANSWER_IS = re.compile(r"\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b[:：]?|[:：=])", re.IGNORECASE)
+_ANSWER = re.compile(r"(?:answer\s*[:\uff1a]|<answer>)[\s*]*", re.IGNORECASE)
+_THE_ANSWER_IS = re.compile(
+    r"\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b[:\uff1a]?|[:\uff1a=])", re.IGNORECASE
+)
 _BOLD = re.compile(r"(?<![\w)}])\*\*([^*]+)\*\*|^_([^_]+)_$")
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _BETWEEN_BOXES = re.compile(r"(?:[ ,;$]|\\[()\[\],;:]|\\q?quad|(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)*")
@@ -25,10 +27,10 @@ def math_grader(response: str, answer: str) -> Verdict:
     are ignored, because they may match by accident. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the
     response was cut off and has no answer.
 
-    Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations). For example, 6/8
-    equals 3/4, 34% equals 34, and \frac12 equals 0.5. If either cannot be parsed as a whole, the answer is wrong. Numbers are compared
-    exactly, so 0.333 does not equal 1/3. A decimal with at least six significant digits also equals a number that rounds to it, so
-    0.333333 equals 1/3. An unevaluated sum or product of numbers is wrong, because 8 + 2 may only repeat the question.
+    Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations), so 6/8 equals 3/4. If either
+    cannot be parsed as a whole, the answer is wrong. Numbers are compared exactly, so 0.333 does not equal 1/3. A decimal with at least six
+    significant digits also equals a number that rounds to it, so 0.333333 equals 1/3. An unevaluated sum, product or quotient of numbers, such as
+    8 + 2, is wrong, unless the reference is also unevaluated, because it may only repeat the question.
 
     This function has no time limit. If a comparison in a `GradingPool` exceeds the pool's time limit, its verdict is lost, so that
     slow comparisons can be distinguished from wrong answers.
@@ -101,9 +103,7 @@ def _last_box(text: str) -> tuple[str | None, bool]:
     contents: list[str] = []
     at = 0
     while opened := _BOX.search(text, at):
-        if not _BETWEEN_BOXES.fullmatch(text, at, opened.start()):
-            contents = []
-        depth = 1
+        contents, depth = contents if _BETWEEN_BOXES.fullmatch(text, at, opened.start()) else [], 1
         for brace in re.finditer(r"\\[{}]|[{}]", text[opened.end() :]):
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if depth == 0:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import sympy
 
-from dapo_jax.rewards.numerals import COPULA, FILLER, GROUPED, NUMERAL, PER_AREA, UNIT, WORD, placeholder
-from dapo_jax.rewards.numerals import plain, value
+from dapo_jax.rewards import numerals
+from dapo_jax.rewards.numerals import COPULA, FILLER, PER_AREA, UNIT, WORD, placeholder
 
 MOST_BITS = 20_000
 """Maximum size in bits of a power such as 2^1000. An answer with a larger power is not parsed."""
@@ -70,8 +70,9 @@ _COMMANDS = {
     ) for name in names.split()
 }  # fmt: skip
 """Replacements for LaTeX commands, by command name. Commands that are not listed are kept."""
+_NATURAL = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(sympy, name) for name in "sin cos tan cot sec csc sinh cosh tanh exp asin acos atan".split()},
+    **{name: getattr(sympy, name) for name in _NATURAL},
     **{f"arc{name}": getattr(sympy, f"a{name}") for name in ("sin", "cos", "tan")},
     "ln": sympy.log, "log": lambda argument, base=10: sympy.log(argument, base),
 }  # fmt: skip
@@ -108,7 +109,7 @@ _MATRIX = r"\\(begin|end)\s*\{(?:(?:small|[pb])?matrix|array)\}(?:\s*\{[lcr| ]*\
 _REST_OF_MIXED = r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 _CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*)\s*\)(?=\s*[=≈])"
 """Matches the argument of a call that names a value, as in P(2) = 5."""
-_CONSTANTS = {"π": sympy.pi, "∞": sympy.oo, "ℝ": Several("(", (-sympy.oo, sympy.oo), ")")}
+_CONSTANTS = {"π": sympy.pi, "∞": sympy.oo, "\u211d": Several("(", (-sympy.oo, sympy.oo), ")")}
 
 
 def text_form(text: str) -> str:
@@ -136,13 +137,13 @@ def is_word(text: str) -> bool:
 
 def _simplified(text: str) -> str:
     """Replaces alternative notations by a single one, and removes currency signs and spacing commands."""
-    text = plain(text).translate(_SIGNS)
+    text = numerals.plain(text).translate(_SIGNS)
     # In a matrix, a double backslash separates rows. Elsewhere it is a backslash that was escaped twice.
     text = text.replace("\\\\", "\1" if re.search("matrix|array", text) else "\\")
     text = re.sub(_MATRIX, lambda match: "⟦(" if match[1] == "begin" else ")⟧", text)
     if "⟦" in text:
         text = re.sub(r"\x01\s*(?=\)⟧)", "", text.replace("&", ",")).replace("\1", "),(")
-    text = re.sub(r"\\mathbb\s*\{?\s*R\s*\}?", "ℝ", re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text))
+    text = re.sub(r"\\mathbb\s*\{?\s*R\s*\}?", "\u211d", re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text))
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
     text = re.sub(_JOINED_THOUSANDS, lambda match: re.sub("[^0-9]", "", match[0]), text)
     text = _COMMAND.sub(lambda match: _COMMANDS.get(match[1], match[0]), text)
@@ -353,10 +354,9 @@ class _FormulaParser:
 
     def _argument(self) -> Any:
         r"""Parses the argument of \frac or \sqrt: a group, a digit, a letter or a command."""
-        if digit := self._take("[0-9]"):
-            return sympy.Integer(digit[0].strip())
-        _require(self._sees(r"[{(A-Za-zπ\\]"), "no argument")
-        return _number(self._base())
+        digit = self._take("[0-9]")
+        _require(digit or self._sees(r"[{(A-Za-zπ\\]"), "no argument")
+        return sympy.Integer(digit[0].strip()) if digit else _number(self._base())
 
     def _base(self) -> Any:
         if self._take(r"\\frac(?![A-Za-z])"):
@@ -369,17 +369,15 @@ class _FormulaParser:
             _require(small, "a binomial coefficient that is not evaluated")
             return sympy.binomial(above, below)
         if self._take(r"\\sqrt(?![A-Za-z])|√"):
-            root = sympy.Integer(2)
-            if self._take(r"\["):
-                root = _number(self._sum())
-                _require(self._take(r"\]"), "a root that is not closed")
+            root = _number(self._sum()) if (opened := self._take(r"\[")) else sympy.Integer(2)
+            _require(not opened or self._take(r"\]"), "a root that is not closed")
             long = self.text[self.at - 1] == "√" and self._sees("[0-9]")
             return _power(self._numeral() if long else self._argument(), root**-1)
         if name := self._take(rf"\\({'|'.join(_FUNCTIONS)})(?![A-Za-z])"):
             return self._function(name[1])
         if name := self._take(rf"\\({_GREEK})(?![A-Za-z])|([A-Za-z§])"):
             return self._letter(name[1] or name[2])
-        if sign := self._take("[π∞ℝ]"):
+        if sign := self._take("[π∞\u211d]"):
             return _CONSTANTS[sign[0].strip()]
         if self._take(r"\|"):
             self.bars += 1
@@ -416,8 +414,7 @@ class _FormulaParser:
             power = _number(self._exponent())
             if power == -1 and name in ("sin", "cos", "tan"):
                 name, power = f"arc{name}", None
-            else:
-                _require(power.is_positive, "sin^-2 is ambiguous")
+            _require(power is None or power.is_positive, "sin^-2 is ambiguous")
         # sin(x)^2 is the square of the sine, but sin x^2 is the sine of x^2. In sin 2x, the argument is the product 2x.
         bracketed = self._sees(r"[({]")
         self.angle += 1
@@ -455,11 +452,11 @@ class _FormulaParser:
             whole, fixed, again = part[1] or "0", part[2], part[3] or part[4]
             nines = 10 ** len(again) - 1
             return sympy.Rational(int(whole + fixed) * nines + int(again), nines * 10 ** len(fixed))
-        whole = rf"(?<!,){_DECIMAL_COMMA}|{GROUPED.pattern.replace('[, ]', ',')}"
-        part = self._take(NUMERAL.pattern if self.depth else whole)
+        whole = rf"(?<!,){_DECIMAL_COMMA}|{numerals.GROUPED.pattern.replace('[, ]', ',')}"
+        part = self._take(numerals.NUMERAL.pattern if self.depth else whole)
         text = re.sub(rf"^{_DECIMAL_COMMA}$", r"\1.\2", part[0].strip() if part else "")
         _require(text, "no number")
-        found = sympy.Rational(*value(text).as_integer_ratio())
+        found = sympy.Rational(*numerals.value(text).as_integer_ratio())
         mantissa, _, exponent = text.lower().partition("e")
         whole, point, places = mantissa.partition(".")
         if point and len((whole + places).lstrip("0")) >= SIGNIFICANT:

@@ -58,9 +58,11 @@ _FILLERS = """
     function altogether largest smallest greatest matrix old left remaining long tall wide away"""
 _SHORT_UNITS = """cm mm km kg mg ml mL ft in lb lbs oz yd mi hr hrs sec min cc gal mol Hz kHz MHz GHz kW kWh cal rad deg pt pts pcs st nd rd th"""
 _WORDS = {
-    **dict.fromkeys(_UNITS.split(), UNIT), **dict.fromkeys(_FILLERS.split(), FILLER), **dict.fromkeys("square cubic sq cu".split(), PER_AREA),
-    **dict.fromkeys("is are was were equal equals it's".split(), COPULA),
-}  # fmt: skip
+    **dict.fromkeys(_UNITS.split(), UNIT),
+    **dict.fromkeys(_FILLERS.split(), FILLER),
+    **dict.fromkeys(("square", "cubic", "sq", "cu"), PER_AREA),
+    **dict.fromkeys(("is", "are", "was", "were", "equal", "equals", "it's"), COPULA),
+}
 
 
 def placeholder(word: str) -> str:
