@@ -11,13 +11,13 @@ _PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|[^\s=<>.,;:!?#|\"'`~])|(
 _RUN = re.compile(rf"{_PIECE}+(?: {_PIECE}+)*")
 """Matches a run: digits and all characters joined to them. `3-5`, `1/2` and `1 000` are one run each, but `48 = 48` is two runs."""
 _CHANGED_BEFORE = re.compile(
-    r"(?:(?i:\b(?:not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above"
-    r"|under|except|without|odd|even|(?:divided|multiplied) by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|\w+ths?) of)|n['\u2019]t)\s*"
-    r"|(?<![A-Za-z])[A-Za-zπ]|(?<![<>])[<>≤≥]\s*)\Z"
+    r"(?:(?i:\b(?:not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above|under"
+    r"|except|without|odd|even|(?:divid|multipli)ed by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|\w+ths?) of)"
+    r"|n['\u2019]t)\s*|(?<![A-Za-z])[A-Za-zπ]|(?<![<>])[<>≤≥]\s*)\Z"
 )
 _CHANGED_AFTER = re.compile(
-    r"[\s-]*(?:and an? )?(?i:hal(?:f|ves)|thirds?|quarters?|(?!month|length|width|depth|path)\w+ths?|dozens?|scores?|gross|hundreds?|thousands?"
-    r"|lakhs?|crores?|\w+illions?|squared|cubed|base|mod|modulo|divided|multiplied|factorial)\b|[A-Za-zπ](?![^\W\d_])|[A-Za-z]?[\^_]"
+    r"[\s-]*(?:and an? )?(?i:hal(?:f|ves)|thirds?|quarters?|(?!month|length|width|depth|path)\w+ths?|dozens?|scores?|gross|hundreds?|thousands?|lakhs?"
+    r"|crores?|\w+illions?|squared|cubed|base|mod|modulo|divided|multiplied|factorial)\b|[A-Za-zπ](?![^\W\d_])|[A-Za-z]?[\^_]"
 )
 """Like `_CHANGED_BEFORE`, matches words and letters next to the last number of a text that change it, as in minus 5, 2x or 5k."""
 _CURRENCY = re.compile(r"(?<![0-9])(?<![0-9] )\\?[$€£¥₹]")
@@ -49,13 +49,10 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     # After the mark, only the rest of the line is used, or the next line that is not empty.
     found = _stated(after.strip().partition("\n")[0] if marked else after, alone=bool(marked))
     if found is None:
-        where = f"after the last {_MARK!r}" if marked else "in the response"
-        return Verdict(correct=False, reason=f"no number {where}")
+        return Verdict(correct=False, reason=f"no number {where if marked else 'in the response'}")
     text, exact = found
-    if exact is None or expected[1] is None:
-        correct, how = text == expected[0], "equal as text"
-    else:
-        correct, how = exact == expected[1], "equal"
+    numbers = exact is not None and expected[1] is not None
+    correct, how = (exact == expected[1], "equal") if numbers else (text == expected[0], "equal as text")
     reason = f"{where}: {how if correct else f'expected {expected[0]}'}"
     return Verdict(correct=correct, extracted=text, reason=reason)
 
@@ -75,21 +72,17 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
         return None
     last = runs[-1]
     opened = last[0].lstrip("([{*:,$€£¥₹\\ ")
-    core = opened.rstrip(")]}([{*_°%¢$€£¥₹\\ ")
-    core = re.sub(r"^[-*+] +|\s[-+/]+$", "", core)
-    cleaned = _CURRENCY.sub("", core).strip()
+    core = re.sub(r"^[-*+] +|\s[-+/]+$", "", opened.rstrip(")]}([{*_°%¢$€£¥₹\\ "))
     start = last.end() - len(opened)
-    left, right = text[:start], text[start + len(core) :]
     joined = re.search(r"[A-Za-z]-", text[max(0, last.start() - 1) : last.start() + 1])
     before, after = _CHANGED_BEFORE.search(text[: last.start()]), _CHANGED_AFTER.match(text, last.end())
-    if (alone and not _is_statement(left, right)) or joined:
+    whole = _CURRENCY.sub("", core).strip()
+    if joined or (alone and not _is_statement(text[:start], text[start + len(core) :])):
         whole = text
     elif before or after:
         whole = text[before.start() if before else last.start() : after.end() if after else last.end()]
-    elif (exact := number(cleaned)) is not None:
-        return cleaned.replace(",", ""), exact
-    else:
-        whole = cleaned
+    elif (exact := number(whole)) is not None:
+        return whole.replace(",", ""), exact
     return " ".join(whole.split()), None
 
 

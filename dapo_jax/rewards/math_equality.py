@@ -6,7 +6,7 @@ values agree at three points at which both are real. An undefined function such 
 """
 
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 from sympy.core.evalf import PrecisionExhausted
@@ -23,17 +23,15 @@ _POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13
 def same_meaning(gold: ReadAnswer, found: ReadAnswer) -> bool:
     """Returns whether two answers have the same meaning. If only one is a percentage such as 50%, it equals both 50 and 1/2."""
     compare = _Comparison(gold.decimals | found.decimals).equal
-    if compare(gold.value, found.value):
-        return True
-    if gold.percent == found.percent:
-        return False
+    same = compare(gold.value, found.value)
+    if same or gold.percent == found.percent:
+        return same
     one, other = (gold.value, found.value) if gold.percent else (found.value, gold.value)
     return not isinstance(one, Several | Relation) and compare(one / 100, other)
 
 
-class _Comparison:
-    def __init__(self, decimals: dict[Any, Any]) -> None:
-        self.decimals = decimals
+class _Comparison(NamedTuple):
+    decimals: dict[Any, Any]
 
     def equal(self, gold: Any, found: Any) -> bool:
         if isinstance(gold, Relation) and isinstance(found, Relation):

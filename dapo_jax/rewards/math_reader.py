@@ -125,8 +125,7 @@ def text_form(text: str) -> str:
     # A space between digits or decimal points, or between a comma and three digits, separates two numbers.
     found = re.sub(r" (?<![0-9.] (?=[0-9.]))(?<!, (?=[0-9]{3}(?![0-9])))", "", found)
     found = re.sub(r"([_^])\{(\w)\}", r"\1\2", _END.sub("", found))
-    found = re.sub(r"^\{(.*)\}$", r"\1", found) if found.count("{") == 1 else found
-    return re.sub(r"^\(([A-Za-z]+)\)$", r"\1", found)
+    return re.sub(r"^\{([^{]*)\}$|^\(([A-Za-z]+)\)$", r"\1\2", found)
 
 
 def is_word(text: str) -> bool:
@@ -260,8 +259,7 @@ class _FormulaParser:
         return found[0] if len(found) == 1 else Several("", tuple(found), closed)
 
     def _take(self, pattern: str) -> re.Match[str] | None:
-        match = re.compile(rf"\s*(?:{pattern})").match(self.text, self.at)
-        if match:
+        if match := re.compile(rf"\s*(?:{pattern})").match(self.text, self.at):
             self.at = match.end()
         return match
 
@@ -275,8 +273,7 @@ class _FormulaParser:
         return found
 
     def _relation(self) -> Any:
-        undone, sides, signs, numbers = self.undone, [], [], []
-        sign = None
+        undone, sides, signs, numbers, sign = self.undone, [], [], [], None
         while not sides or sign:
             self.undone = False
             sides.append(self._union())
@@ -365,8 +362,7 @@ class _FormulaParser:
             return over / under
         if self._take(r"\\binom(?![A-Za-z])"):
             above, below = self._argument(), self._argument()
-            small = all(each.is_Integer and 0 <= each <= 1000 for each in (above, below))
-            _require(small, "a binomial coefficient that is not evaluated")
+            _require(all(x.is_Integer and 0 <= x <= 1000 for x in (above, below)), "a binomial left to do")
             return sympy.binomial(above, below)
         if self._take(r"\\sqrt(?![A-Za-z])|√"):
             root = _number(self._sum()) if (opened := self._take(r"\[")) else sympy.Integer(2)
@@ -422,8 +418,8 @@ class _FormulaParser:
         while not bracketed and self._sees(rf"[A-Za-zπ]|\\(?:frac|sqrt|{_GREEK})(?![A-Za-z])"):
             argument *= _number(self._factor())
         self.angle -= 1
-        found = _FUNCTIONS[name](argument, *base)
-        return _number(found) if power is None else _power(_number(found), power)
+        found = _number(_FUNCTIONS[name](argument, *base))
+        return found if power is None else _power(found, power)
 
     def _letter(self, name: str) -> Any:
         if index := self._take(r"_\s*(?:\{([A-Za-z0-9+\-, ]*)\}|([A-Za-z0-9]))"):
@@ -439,8 +435,8 @@ class _FormulaParser:
     def _mixed(self) -> Any:
         start = self.at
         found = self._numeral()
-        part = self._take(_REST_OF_MIXED) if self.text[start : self.at].strip().isdigit() else None
-        if part is None:
+        whole = self.text[start : self.at].strip().isdigit()
+        if not (whole and (part := self._take(_REST_OF_MIXED))):
             return found
         self.divided = "/" in part[0]
         over, under = [int(group) for group in part.groups() if group]

@@ -5,25 +5,17 @@ from decimal import Decimal
 from fractions import Fraction
 from unicodedata import numeric
 
-
-def _fraction(sign: str) -> str:
-    over, under = Fraction(numeric(sign)).limit_denominator(8).as_integer_ratio()
-    return rf"\frac{{{over}}}{{{under}}}"
-
-
-_PLAIN = str.maketrans(
-    {
-        # Hyphens, dashes and minus signs are in the first line, spaces in the second.
-        **{sign + 0xFEE0: sign for sign in range(33, 127)},  # full-width ASCII
-        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
-        **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
-        **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
-        **dict.fromkeys("\u00f7\u2044\u2215", "/"),
-        **{sign: _fraction(sign) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
-    }
-)
+_PLAIN = str.maketrans({
+    # Full-width ASCII is in the first line, hyphens, dashes and minus signs are in the second, spaces in the third.
+    **{sign + 0xFEE0: sign for sign in range(33, 127)},
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
+    **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
+    **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
+    **dict.fromkeys("\u00f7\u2044\u2215", "/"),
+    **{sign: "\\frac{{{}}}{{{}}}".format(*Fraction(numeric(sign)).limit_denominator(8).as_integer_ratio()) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
+})  # fmt: skip
 _RAISED, _LOWERED = "⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "₊₋₀₁₂₃₄₅₆₇₈₉"
-_SHIFTED = re.compile(f"(?P<raised>[{_RAISED}]+)|[{_LOWERED}]+")
+_SHIFTED = re.compile(f"([{_RAISED}]+)|[{_LOWERED}]+")
 _UNSHIFTED = str.maketrans(_RAISED + _LOWERED, "+-0123456789" * 2)
 
 _EXPONENT = r"(?:[eE][-+]?[0-9]{1,4}(?![0-9.]))?"
@@ -78,11 +70,8 @@ def placeholder(word: str) -> str:
 
 def plain(text: str) -> str:
     """Rewrites Unicode characters as ASCII or LaTeX: minus, times and division signs, spaces, fractions such as ½, super- and subscripts."""
-
-    def unshifted(match: re.Match[str]) -> str:
-        return ("^" if match["raised"] else "_") + "{" + match[0].translate(_UNSHIFTED) + "}"
-
-    return _SHIFTED.sub(unshifted, text).translate(_PLAIN)
+    shifted = _SHIFTED.sub(lambda run: f"{'^' if run[1] else '_'}{{{run[0].translate(_UNSHIFTED)}}}", text)
+    return shifted.translate(_PLAIN)
 
 
 def value(numeral: str) -> Fraction:
@@ -96,17 +85,9 @@ def number(text: str) -> Fraction | None:
     >>> number("-2 2/3"), number("1,200.50"), number("3-5")
     (Fraction(-8, 3), Fraction(2401, 2), None)
     """
-    match = _NUMBER.fullmatch(text)
-    if match is None:
+    if (match := _NUMBER.fullmatch(text)) is None:
         return None
-    found = value(match["over"])
-    if match["under"] is not None:
-        under = value(match["under"])
-        if not under:
-            return None
-        found /= under
-    if match["whole"] is not None:
-        if not 0 < found < 1:
-            return None
-        found += value(match["whole"])
-    return -found if match["sign"] == "-" else found
+    over, under, whole = value(match["over"]), value(match["under"] or "1"), value(match["whole"] or "0")
+    if not under or (match["whole"] and not 0 < over / under < 1):
+        return None
+    return (over / under + whole) * (-1 if match["sign"] == "-" else 1)
