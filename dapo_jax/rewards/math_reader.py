@@ -118,6 +118,8 @@ def text_form(text: str) -> str:
     >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)"), text_form("CBA")
     ('blue', '2516_8', '(3,4)', 'CBA')
     """
+    if text.isascii() and text.isdigit():  # for speed
+        return text
     found = _UPRIGHT.sub(r" \2 ", _simplified(text)).strip()
     found = re.sub(r"^(?:\$\$?|\\[(\[])|(?:\$\$?|\\[)\]])(?=[.,;]?$)", "", re.sub(r"\s+", " ", found)).strip()
     if not re.search(r"[+*/^_=<>|\\]", found):  # letters between operators are variables
@@ -134,6 +136,7 @@ def is_word(text: str) -> bool:
     return bool(re.fullmatch("[A-Za-z,.'()-]+", text) and (likely or (text[1:].islower() and len(text) > 3)))
 
 
+@lru_cache(maxsize=4096)
 def _simplified(text: str) -> str:
     """Replaces alternative notations by a single one, and removes currency signs and spacing commands."""
     text = numerals.plain(text).translate(_SIGNS)
@@ -155,6 +158,8 @@ def _simplified(text: str) -> str:
 @lru_cache(maxsize=4096)
 def read(text: str) -> ReadAnswer | None:
     """Parses the text. Returns None if it cannot be parsed as a whole."""
+    if text.isascii() and text.isdigit():  # for speed
+        return ReadAnswer(sympy.Rational(*numerals.value(text).as_integer_ratio()), False, {}, False)
     if re.search("[\0-\5§]", text):  # this module uses these characters as placeholders
         return None
     try:
@@ -231,6 +236,11 @@ def _letters(match: re.Match[str], *, prose: bool) -> str:
     return letters
 
 
+@lru_cache(maxsize=None)
+def _spaced(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"\s*(?:{pattern})")
+
+
 class _FormulaParser:
     """A recursive descent parser with one method per grammar rule. Raises ValueError for text that matches no rule."""
 
@@ -259,12 +269,12 @@ class _FormulaParser:
         return found[0] if len(found) == 1 else Several("", tuple(found), closed)
 
     def _take(self, pattern: str) -> re.Match[str] | None:
-        if match := re.compile(rf"\s*(?:{pattern})").match(self.text, self.at):
+        if match := _spaced(pattern).match(self.text, self.at):
             self.at = match.end()
         return match
 
     def _sees(self, pattern: str) -> bool:
-        return re.compile(rf"\s*(?:{pattern})").match(self.text, self.at) is not None
+        return _spaced(pattern).match(self.text, self.at) is not None
 
     def _separated(self, parse: Callable[[], Any], sign: str) -> list[Any]:
         found = [parse()]
