@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.numerals import UNIT, WORD, number, placeholder, plain, value
+from dapo_jax.rewards.numerals import COPULA, FILLER, PER_AREA, UNIT, WORD, number, placeholder, plain, value
 
 _MARK = "####"
 _PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|[^\s=<>.,;:!?#|\"'`~])|(?<=[0-9])[eE][-+]?(?=[0-9]))"
@@ -92,8 +92,8 @@ def _is_statement(before: str, after: str) -> bool:
     """Returns whether the texts next to a number hold only words that do not change it (`numerals.placeholder`), pairs of brackets, and punctuation."""
     before = re.sub(r"(?<![A-Za-z])[A-Za-z]\s*=\s*$", "", before)
     after = re.sub("(?<=[a-z])/(?:[hs](?![a-z])|(?=[a-z]))", " ", after)
-    kinds = [placeholder(word) for word in WORD.findall(before)]
+    kinds = ["".join(placeholder(word) or "?" for word in WORD.findall(part)) for part in (before, after)]
+    known = re.fullmatch(f"[{FILLER}{COPULA}]*#(?:[{FILLER}{COPULA}]|{PER_AREA}?{UNIT})*", "#".join(kinds))
     opened = re.sub(r"[\s:=]|\\?[$€£¥₹]|\*\*", "", WORD.sub("", before))
     closed = re.sub(r"[\s.,;°¢]|\\?[%$€£¥₹]|\*\*", "", WORD.sub("", after))
-    known = all(kinds) and UNIT not in kinds and all(map(placeholder, WORD.findall(after)))
-    return known and closed == opened[::-1].translate(_CLOSED)
+    return known is not None and closed == opened[::-1].translate(_CLOSED)
