@@ -17,7 +17,7 @@ DIGITS = 50
 """Number of digits that must agree for irrational numbers to be equal."""
 
 _POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13), (-41, -17, 13), (230, 7, 3), (-230, -7, 3), (5, 3, 97), (18, 2, 13))  # fmt: skip
-"""At each point (a, b, c), the variables have the values a/c, (a + b)/c, (a + 2b)/c, ..."""
+"""At the n-th point (a, b, c), the variables have the values a/c, (a + b)/c, (a + b * 2^n)/c, (a + b * 3^n)/c, ..."""
 
 
 def same_meaning(gold: ReadAnswer, found: ReadAnswer) -> bool:
@@ -150,8 +150,9 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
     positive = [x.args[0] for x in roots if not (x.is_Pow and (x.exp.is_Integer or x.exp.free_symbols))]
     real: list[list[Any]] = []
     every: list[list[Any]] = []
-    for start, step, under in _POINTS:
-        point = {name: sympy.Rational(start + step * place, under) for place, name in enumerate(names)}
+    for degree, (start, step, under) in enumerate(_POINTS, 1):
+        # With the same degree everywhere, a + d would always equal b + c.
+        point = {name: sympy.Rational(start + step * i**degree, under) for i, name in enumerate(names)}
         every.append([expression.subs(point) for expression in expressions])
         within = all(sympy.N(base.subs(point)).is_nonnegative for base in positive)
         if within and all(value.is_Rational or sympy.N(value).is_real for value in every[-1]):
@@ -171,15 +172,11 @@ def _union(several: Several) -> Several:
 
 def _interval(relation: Relation) -> tuple[Any, Any]:
     """Returns the name and the interval of a relation such as a < x < b or x = (a, b). Returns None twice for any other relation."""
-    sides, signs = relation.sides, relation.signs
-    if signs == ("=",) and is_name(sides[0]) and isinstance(sides[1], Several):
-        return sides
-    if not set(signs) <= {"<", "≤"} or not all(isinstance(side, sympy.Expr) for side in sides):
+    if relation.signs == ("=",) and is_name(relation.sides[0]) and isinstance(relation.sides[1], Several):
+        return relation.sides
+    sides, signs = (-sympy.oo, *relation.sides, sympy.oo), ("<", *relation.signs, "<")
+    place = next((place for place, side in enumerate(sides) if is_name(side)), 0)
+    if not set(signs) <= {"<", "≤"} or (len(sides), place) not in ((4, 1), (4, 2), (5, 2)):
         return None, None
-    if len(sides) == 2:
-        sides, signs = (
-            ((-sympy.oo, *sides), ("<", *signs)) if is_name(sides[0]) else ((*sides, sympy.oo), (*signs, "<"))
-        )
-    if len(sides) != 3 or not is_name(sides[1]):
-        return None, None
-    return sides[1], Several("(["[signs[0] == "≤"], (sides[0], sides[2]), ")]"[signs[1] == "≤"])
+    brackets = "(["[signs[place - 1] == "≤"], ")]"[signs[place] == "≤"]
+    return sides[place], Several(brackets[0], (sides[place - 1], sides[place + 1]), brackets[1])

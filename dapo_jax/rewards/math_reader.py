@@ -80,15 +80,12 @@ _GREEK = (
     "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|varphi"
     "|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega"
 )
-_SIGNS = str.maketrans({"≃": "≈", "⩽": "≤", "⩾": "≥"})
 _UNIT_LETTERS = frozenset("mgshLlJNWVACF")
 """One-letter units in upright type, as in \\text{m}. A letter in italics is a variable."""
 
-_COMMAND = re.compile(r"\\([A-Za-z]+)")
 _MONEY = re.compile(r"(?<![0-9.,])(?:\bUS\s*)?(?:\\\$|[€£¥₹])|(?:\\\$|[€£¥₹¢])(?![0-9.,])")
 _ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[^0-9]\s)\$(?=[0-9.])|(?<=\()\$(?=[0-9.])|\$\s*$")
 _JOINED_THOUSANDS = r"(?<![0-9.,])[1-9][0-9]{0,2}(?: ?(?:\{,\}|,\\!|\\[,;:! ]|~)\s?[0-9]{3})+(?![0-9])|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
-_SPACING = re.compile(r"(?:\\[,;:! ]|~|\s)+")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))")
 _UPRIGHT = re.compile(r"\\(text[a-z]*|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|operatorname)\s*\{([^{}]*)\}")
 _CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
@@ -109,6 +106,7 @@ _MATRIX = r"\\(begin|end)\s*\{(?:(?:small|[pb])?matrix|array)\}(?:\s*\{[lcr| ]*\
 _REST_OF_MIXED = r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 _CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*)\s*\)(?=\s*[=≈])"
 """Matches the argument of a call that names a value, as in P(2) = 5."""
+_spaced = lru_cache(maxsize=None)(lambda pattern: re.compile(rf"\s*(?:{pattern})"))
 _CONSTANTS = {"π": sympy.pi, "∞": sympy.oo, "\u211d": Several("(", (-sympy.oo, sympy.oo), ")")}
 
 
@@ -118,8 +116,6 @@ def text_form(text: str) -> str:
     >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)"), text_form("CBA")
     ('blue', '2516_8', '(3,4)', 'CBA')
     """
-    if text.isascii() and text.isdigit():  # for speed
-        return text
     found = _UPRIGHT.sub(r" \2 ", _simplified(text)).strip()
     found = re.sub(r"^(?:\$\$?|\\[(\[])|(?:\$\$?|\\[)\]])(?=[.,;]?$)", "", re.sub(r"\s+", " ", found)).strip()
     if not re.search(r"[+*/^_=<>|\\]", found):  # letters between operators are variables
@@ -139,7 +135,7 @@ def is_word(text: str) -> bool:
 @lru_cache(maxsize=4096)
 def _simplified(text: str) -> str:
     """Replaces alternative notations by a single one, and removes currency signs and spacing commands."""
-    text = numerals.plain(text).translate(_SIGNS)
+    text = numerals.plain(text)
     # In a matrix, a double backslash separates rows. Elsewhere it is a backslash that was escaped twice.
     text = text.replace("\\\\", "\1" if re.search("matrix|array", text) else "\\")
     text = re.sub(_MATRIX, lambda match: "⟦(" if match[1] == "begin" else ")⟧", text)
@@ -148,11 +144,11 @@ def _simplified(text: str) -> str:
     text = re.sub(r"\\mathbb\s*\{?\s*R\s*\}?", "\u211d", re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text))
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
     text = re.sub(_JOINED_THOUSANDS, lambda match: re.sub("[^0-9]", "", match[0]), text)
-    text = _COMMAND.sub(lambda match: _COMMANDS.get(match[1], match[0]), text)
+    text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match[1], match[0]), text)
     text = re.sub(r"\.{3,}", "…", re.sub(r"\s!=", "≠", re.sub(_PERCENT, "%", text)))
     if text.count("$") == 1:
         text = _ONE_DOLLAR.sub(r" \1", text)  # a currency sign
-    return _SPACING.sub(" ", text)
+    return re.sub(r"(?:\\[,;:! ]|~|\s)+", " ", text)
 
 
 @lru_cache(maxsize=4096)
@@ -236,11 +232,6 @@ def _letters(match: re.Match[str], *, prose: bool) -> str:
     return letters
 
 
-@lru_cache(maxsize=None)
-def _spaced(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"\s*(?:{pattern})")
-
-
 class _FormulaParser:
     """A recursive descent parser with one method per grammar rule. Raises ValueError for text that matches no rule."""
 
@@ -315,8 +306,7 @@ class _FormulaParser:
             term = self._product()
             numbers += isinstance(term, sympy.Rational)
             self.undone |= numbers > 1
-            plain_term = found is None and sign == 1
-            found = term if plain_term else _number(0 if found is None else found) + sign * _number(term)
+            found = term if found is None and sign == 1 else _number(found or 0) + sign * _number(term)
         return found
 
     def _sign(self) -> int:

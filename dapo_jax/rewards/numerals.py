@@ -11,7 +11,7 @@ _PLAIN = str.maketrans({
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
     **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
     **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
-    **dict.fromkeys("\u00f7\u2044\u2215", "/"),
+    **dict.fromkeys("\u00f7\u2044\u2215", "/"), "≃": "≈", "⩽": "≤", "⩾": "≥",
     **{sign: "\\frac{{{}}}{{{}}}".format(*Fraction(numeric(sign)).limit_denominator(8).as_integer_ratio()) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
 })  # fmt: skip
 _RAISED, _LOWERED = "⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "₊₋₀₁₂₃₄₅₆₇₈₉"
