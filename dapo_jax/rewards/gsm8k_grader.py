@@ -20,10 +20,7 @@ _CHANGED_AFTER = re.compile(
     r"|crores?|\w+illions?|squared|cubed|base|mod|modulo|divided|multiplied|factorial)\b|[A-Za-zπ](?![^\W\d_])|[A-Za-z]?[\^_]"
 )
 """Like `_CHANGED_BEFORE`, matches words and letters next to the last number of a text that change it, as in minus 5, 2x or 5k."""
-_CURRENCY = re.compile(r"(?<![0-9])(?<![0-9] )\\?[$€£¥₹]")
 _WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|left|right)(?![A-Za-z])|\\[()\[\]]")
-_CLOSED = str.maketrans("([{", ")]}")
-_FRACTION = re.compile(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
 
 def gsm8k_grader(response: str, answer: str) -> Verdict:
@@ -31,9 +28,9 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
 
     The reference is a number, or a worked solution that ends in `#### number` as in the dataset's files
     (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", https://arxiv.org/abs/2110.14168).
-    A response's answer is the number after its last `####`. The rest of that line may contain words, but no second number. Without `####`,
-    the answer is the last number. A number is parsed together with all characters attached to it. So -5, 3e8, 1/2 and 2 2/3 are numbers, but
-    3-5, 3:30, 5^2, 2x and 5 thousand are compared as text. Units and currency, percent and degree signs are ignored.
+    A response's answer is the number after its last `####`. The rest of that line may contain only pairs of brackets and words that do not change
+    the number (`numerals.placeholder`), or else the line is compared as text. Without `####`, the answer is the last number. A number is parsed with
+    all characters attached to it, so 3-5, 3:30, 5^2, 2x and 5m are compared as text. Currency, percent and degree signs are ignored.
 
     >>> [gsm8k_grader(response, "72").correct for response in ("3 * 24 = 72\\n#### 72", "That is $72.00.", "#### 7")]
     [True, True, False]
@@ -68,7 +65,7 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     if text.isascii() and text.strip().isdigit():  # for speed
         return text.strip(), value(text.strip())
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", _WRAPPER.sub(" ", plain(text)))
-    text = _FRACTION.sub(r" \1/\2", text)
+    text = re.sub(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2", text)
     runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
     if not runs:
         return None
@@ -78,7 +75,7 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     start = last.end() - len(opened)
     joined = re.search(r"[A-Za-z]-", text[max(0, last.start() - 1) : last.start() + 1])
     before, after = _CHANGED_BEFORE.search(text[: last.start()]), _CHANGED_AFTER.match(text, last.end())
-    whole = _CURRENCY.sub("", core).strip()
+    whole = re.sub(r"(?<![0-9])(?<![0-9] )\\?[$€£¥₹]", "", core).strip()
     if joined or (alone and not _is_statement(text[:start], text[start + len(core) :])):
         whole = text
     elif before or after:
@@ -96,4 +93,4 @@ def _is_statement(before: str, after: str) -> bool:
     known = re.fullmatch(f"[{FILLER}{COPULA}]*#(?:[{FILLER}{COPULA}]|{PER_AREA}?{UNIT})*", "#".join(kinds))
     opened = re.sub(r"[\s:=]|\\?[$€£¥₹]|\*\*", "", WORD.sub("", before))
     closed = re.sub(r"[\s.,;°¢]|\\?[%$€£¥₹]|\*\*", "", WORD.sub("", after))
-    return known is not None and closed == opened[::-1].translate(_CLOSED)
+    return known is not None and closed == opened[::-1].translate(str.maketrans("([{", ")]}"))

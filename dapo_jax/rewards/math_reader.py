@@ -87,26 +87,22 @@ _MONEY = re.compile(r"(?<![0-9.,])(?:\bUS\s*)?(?:\\\$|[€£¥₹])|(?:\\\$|[€
 _ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[^0-9]\s)\$(?=[0-9.])|(?<=\()\$(?=[0-9.])|\$\s*$")
 _JOINED_THOUSANDS = r"(?<![0-9.,])[1-9][0-9]{0,2}(?: ?(?:\{,\}|,\\!|\\[,;:! ]|~)\s?[0-9]{3})+(?![0-9])|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))")
-_UPRIGHT = re.compile(
-    r"\\(text(?:normal|bf|rm|it|sf|tt|sc|up|md)?|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|operatorname)\s*\{([^{}]*)\}"
-)
+_UPRIGHT = r"\\(text(?:normal|bf|rm|it|sf|tt|sc|up|md)?|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|operatorname)\s*\{([^{}]*)\}"
 _CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
 _PERCENT = r"\\%|\\(?:text|mathrm)\s*\{\s*(?:percent|per cent|pct|\\?%)\s*\}|(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])"
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,.]?\s+[A-Za-z]{2,}")
 _BARE = re.compile(rf"(?:\\[A-Za-z]+|§_\{{\w+\}})|{WORD.pattern}")
 _DECIMAL_COMMA = "([0-9]{4,}),([0-9]{1,2})(?![0-9.,])"
 """A comma after four or more digits and before one or two, which cannot separate thousands, is a decimal comma."""
+_DEGREES = r"°\s*[CF]?(?=\s*(?:[,;)\]\2=≈%]|\\\}|$))"
 _FACTOR = r"[A-Za-zπ§({√]|\\(?!\}|rangle)"
 _POWER_OF_TEN = r"10\s*(?:\^|\*\*)"
 _FIGURE = r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*(?:([A-Z]{1,4})(?![A-Za-z])|\{\s*([A-Z]{1,4})\s*\})|\|\s*([A-Z]{2})\s*\|(?=\s*=)"
 """Names such as \\angle ABC or |AB|. The symbol § with the name as its index replaces them."""
 _END = re.compile(r"(?:(?<![.,;])[.,;]|\s)+$")
-_MARKS = re.compile(r"\$\$?|\\[()\[\]]")
 _UNIT_POWER = r"(?:\s*\^\s*(?:[23]|\{[23]\}))?"
-_AFTER_NUMBER = (
-    rf"{UNIT}{_UNIT_POWER}(?:\s*/\s*(?:{UNIT}|[{''.join(_UNIT_LETTERS)}](?![A-Za-z])){_UNIT_POWER})?"
-)
-_PLACEHOLDERS = re.compile(rf"({FILLER}|{COPULA}|(?:{PER_AREA}\s*)?{_AFTER_NUMBER})")
+_PER = rf"\s*/\s*(?:{UNIT}|[{''.join(_UNIT_LETTERS)}](?![A-Za-z])){_UNIT_POWER}"
+_PLACEHOLDERS = re.compile(rf"({FILLER}|{COPULA}|(?:{PER_AREA}\s*)?{UNIT}{_UNIT_POWER}(?:{_PER})?)")
 _MATRIX = r"\\(begin|end)\s*\{(?:(?:small|[pb])?matrix|array)\}(?:\s*\{[lcr| ]*\})?"
 _REST_OF_MIXED = r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 _CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*)\s*\)(?=\s*[=≈])"
@@ -121,10 +117,8 @@ def text_form(text: str) -> str:
     >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)"), text_form("CBA")
     ('blue', '2516_8', '(3,4)', 'CBA')
     """
-    found = _UPRIGHT.sub(r" \2 ", _simplified(text)).strip()
-    found = re.sub(
-        r"^(?:\$\$?|\\[(\[])\s*(.*?)\s*(?:\$\$?|\\[)\]])(?=[.,;]?$)", r"\1", re.sub(r"\s+", " ", found)
-    )
+    found = re.sub(r"\s+", " ", re.sub(_UPRIGHT, r" \2 ", _simplified(text))).strip()
+    found = re.sub(r"^(?:\$\$?|\\[(\[])\s*(.*?)\s*(?:\$\$?|\\[)\]])(?=[.,;]?$)", r"\1", found)
     if not re.search(r"[+*/^_=<>|\\]", found):  # letters between operators are variables
         found = re.sub(r"[A-Za-z]{2,}", lambda run: run[0].lower() if is_word(run[0]) else run[0], found)
     # A space between digits or decimal points, or between a comma and three digits, separates two numbers.
@@ -148,9 +142,8 @@ def _simplified(text: str) -> str:
     text = re.sub(_MATRIX, lambda match: "⟦(" if match[1] == "begin" else ")⟧", text)
     if "⟦" in text:
         text = re.sub(r"\x01\s*(?=\)⟧)", "", text.replace("&", ",")).replace("\1", "),(")
-    text = re.sub(
-        r"\\mathbb\s*(?:R|\{\s*R\s*\})", "\u211d", re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "°", text)
-    )
+    text = re.sub(r"\\mathbb\s*(?:R|\{\s*R\s*\})", "\u211d", text)
+    text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "°", text)
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
     text = re.sub(_JOINED_THOUSANDS, lambda match: re.sub("[^0-9]", "", match[0]), text)
     text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match[1], match[0]), text)
@@ -181,8 +174,8 @@ def _core(text: str) -> tuple[str, bool]:
     text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text)
     text = _CONJUNCTION.sub(lambda match: "\2" if match[1] == "or" else ",", text)
     text = re.sub(_FIGURE, lambda match: f"§_{{{''.join(filter(None, match.groups()))}}}", text)
-    text = _UPRIGHT.sub(_upright, text)
-    parts = _MARKS.split(text)
+    text = re.sub(_UPRIGHT, _upright, text)
+    parts = re.split(r"\$\$?|\\[()\[\]]", text)
     _require(len(parts) % 2, "a formula that is not closed")
     # Letters between math delimiters, and in a text without delimiters and sentences, may be variables.
     prose = len(parts) > 1 or bool(_PROSE.search(text))
@@ -353,10 +346,9 @@ class _FormulaParser:
         if self._take(r"\^|\*\*"):
             found = _power(_number(found), _number(self._exponent()))
         _require(not self._sees(r"\^|\*\*|!|_"), "a power of a power, or a number with a subscript")
-        degrees = isinstance(found, sympy.Expr) and self._take(
-            "°" if self.angle else r"°\s*[CF]?(?=\s*(?:[,;)\]\2=≈%]|\\\}|$))"
-        )
-        return _number(found) * sympy.pi / 180 if degrees and self.angle else found
+        if not self._take("°" if self.angle else _DEGREES):
+            return found
+        return _number(found) * (sympy.pi / 180 if self.angle else 1)
 
     def _exponent(self) -> Any:
         sign = self._sign()
@@ -410,10 +402,8 @@ class _FormulaParser:
         if opened == "{" and len(items) > 1:
             return Several(r"\{", tuple(items), r"\}")
         found = Several(opened, tuple(items), closed[0].strip() if closed else "")
-        single = len(items) == 1 and (
-            found.opened + found.closed in ("()", "{}") or getattr(items[0], "opened", "") == "⟦"
-        )
-        return items[0] if single else found
+        single = found.opened + found.closed in ("()", "{}") or getattr(items[0], "opened", "") == "⟦"
+        return items[0] if single and len(items) == 1 else found
 
     def _function(self, name: str) -> Any:
         base, power = (), None
