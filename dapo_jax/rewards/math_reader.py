@@ -58,8 +58,6 @@ class ReadAnswer(NamedTuple):
 
 
 UNION = "\u222a"
-
-
 _COMMANDS = {
     name: written for names, written in (
         ("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox quad qquad thinspace", " "),
@@ -332,7 +330,9 @@ class _FormulaParser:
             factor = _number((self._sign() if sign else 1) * _number(self._factor()))
             self.divided = sign is not None and sign[0].strip() == "/"
             _require(not self.divided or factor != 0, "a division by zero")
-            found = _number(found) / factor if self.divided else _number(found) * factor
+            letters = factor.free_symbols or _number(found).free_symbols
+            found = found / factor if self.divided else found * factor
+            _require(found != 0 or not letters, "0 times a variable, which may be a word")
             under += self.divided and factor.is_Rational
             over += [tens] if factor.is_Rational and not self.divided else []
 
@@ -451,7 +451,7 @@ class _FormulaParser:
             whole, fixed, again = part[1] or "0", part[2], part[3] or part[4]
             nines = 10 ** len(again) - 1
             return sympy.Rational(int(whole + fixed) * nines + int(again), nines * 10 ** len(fixed))
-        whole = rf"(?<!,){_DECIMAL_COMMA}|{numerals.GROUPED.pattern.replace('[, ]', ',')}"
+        whole = rf"(?<!,){_DECIMAL_COMMA}|{numerals.GROUPED.pattern.replace('(?: [0-9]{3})+', '(?!)')}"
         part = self._take(numerals.NUMERAL.pattern if self.depth else whole)
         text = re.sub(rf"^{_DECIMAL_COMMA}$", r"\1.\2", part[0].strip() if part else "")
         _require(text, "no number")

@@ -22,7 +22,7 @@ _EXPONENT = r"(?:[eE][-+]?[0-9]{1,4}(?![0-9.]))?"
 NUMERAL = re.compile(rf"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+){_EXPONENT}")
 """Matches digits with an optional decimal point and an optional exponent, as in 3e8."""
 GROUPED = re.compile(
-    rf"[1-9][0-9]{{0,2}}(?:[, ][0-9]{{3}})+(?![0-9]|,[0-9])(?:\.[0-9]+)?{_EXPONENT}|{NUMERAL.pattern}"
+    rf"[1-9][0-9]{{0,2}}(?:(?:,[0-9]{{3}})+|(?: [0-9]{{3}})+)(?![0-9]|,[0-9])(?:\.[0-9]+)?{_EXPONENT}|{NUMERAL.pattern}"
 )
 """Like `NUMERAL`, but also matches numbers with commas or spaces between groups of three digits."""
 _NUMBER = re.compile(
