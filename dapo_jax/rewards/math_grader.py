@@ -44,8 +44,6 @@ def math_grader(response: str, answer: str) -> Verdict:
     extracted, wanted = text_form(stated), text_form(answer)
     if extracted and (extracted == wanted or (is_word(wanted) and extracted.lower() == wanted)):
         return Verdict(correct=True, extracted=extracted, reason=f"{where}: equal as text")
-    if extracted.isalpha() and wanted.isalpha() and is_word(wanted):  # not products: no is not on
-        return Verdict(correct=False, extracted=extracted, reason=f"{where}: expected {answer!r}")
     found, gold = read(stated), read(answer)
     if found is not None and found.undone and not (gold is not None and gold.undone):
         return Verdict(correct=False, extracted=extracted, reason=f"{where}: unevaluated arithmetic")
@@ -73,7 +71,7 @@ def unread_by_math(answer: str) -> bool:
 def _statement(text: str) -> tuple[str | None, str]:
     """Returns the stated answer, or None if it is missing or was cut off. Also returns the place where it was found or expected, in words."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
-    text = text if answer is None else text[:answer] + text[answer:].replace("</answer>", "\n", 1)
+    text = text if answer is None else text[:answer] + re.sub("(?i)</answer>", "\n", text[answer:])
     line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
     # A box after the line of the last `Answer:` takes precedence, because it is the response's last statement.
     boxed, found = _last_box(text[line_end + 1 :])

@@ -100,7 +100,7 @@ _FIGURE = r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*(?:([A-Z]{1,4})(?![A-Za
 _END = re.compile(r"(?:(?<![.,;])[.,;]|\s)+$")
 _UNIT_POWER = r"(?:\s*\^\s*(?:[23]|\{[23]\}))?"
 _PER = rf"\s*/\s*(?:{UNIT}|[{''.join(_UNIT_LETTERS)}](?![A-Za-z])){_UNIT_POWER}"
-_PLACEHOLDERS = re.compile(rf"({FILLER}|{COPULA}|(?:{PER_AREA}\s*)?{UNIT}{_UNIT_POWER}(?:{_PER})?)")
+_PLACEHOLDERS = re.compile(rf"({FILLER}|{COPULA}|(?:{PER_AREA}\.?\s*)?{UNIT}{_UNIT_POWER}(?:{_PER})?)")
 _MATRIX = r"\\(begin|end)\s*\{(?:(?:small|[pb])?matrix|array)\}(?:\s*\{[lcr| ]*\})?"
 _REST_OF_MIXED = r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 _CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*)\s*\)(?=\s*[=≈])"
@@ -126,9 +126,11 @@ def text_form(text: str) -> str:
 
 
 def is_word(text: str) -> bool:
-    """Returns whether a text is a word, not variables. Up to three letters, or capitals, are a word if they hold a vowel and a letter after e."""
-    likely = re.search("(?i)(?=.*[aeiou]).*[f-z]", text) and not (text.isupper() and len(text) <= 3)
-    return bool(re.fullmatch("[A-Za-z,.'()-]+", text) and (likely or (text[1:].islower() and len(text) > 3)))
+    """Returns whether a text is a word, not variables. A word of four or more letters holds a vowel and a letter after e."""
+    if len(text) <= 3:
+        return text.lower() in ("no", "yes", "odd", "all", "any", "red", "one", "two", "six", "ten")
+    letters = re.fullmatch("(?i)(?=.*[aeiou])(?=.*[f-z])[a-z,.'()-]+", text)
+    return letters is not None and (text.isupper() or text[1:].islower())
 
 
 @lru_cache(maxsize=4096)
@@ -227,8 +229,8 @@ def _letters(match: re.Match[str], *, prose: bool) -> str:
         return found
     if letters.isupper() and re.match(r"\s*[=≈]", after):
         return f"§_{{{letters}}}"
-    variables = not prose and len(letters) <= 3 and letters.isalpha() and not letters.isupper()
-    _require(variables, f"{letters} is not known")
+    variables = len(letters) <= 3 and letters.isalpha() and not letters.isupper() and not is_word(letters)
+    _require(variables and not prose, f"{letters} is not known")
     return letters
 
 

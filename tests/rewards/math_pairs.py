@@ -85,6 +85,10 @@ SAME = [  # statements that mean the same as the reference
     ("f(x) = x+1", "x+1"), ("y(x)=e^x", "e^x"), ("0<f(x)<1", "(0,1)"), (r"x\in[-2,7]", r"-2\le x\le 7"),
     ("5 dollars per hour", "5"), ("60 miles per hour", "60"), ("it's 5", "5"), ("2^{10}", "1024"), ("10^{-3}", "0.001"),
     ("-8/3", r"-2\frac23"), ("5%", "5"),
+    ("NO", "No"), ("Yes", "yes"), ("BLUE", "blue"), ("xa", "ax"), (r"\text{New York}", "new york"), ("neither A nor B", "Neither A nor B"),
+    ("A and B", "B and A"), ("x+-1", "x-1"), (r"(1,2)\cup\{3\}", r"(1,2) \cup \{3\}"), ("f(3)=9", "9"), (r"\angle{ABC} = 60^\circ", "60"),
+    (r"x\le -2 or x\ge 3", r"(-\infty,-2] \cup [3,\infty)"), (r"\left(\begin{array}{c}1\\2\end{array}\right)", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\sqrt[3]{x^3-1}", "(x^3-1)^{1/3}"), (r"\sqrt{x^2}", "|x|"), (r"\ln(x^3)", r"3\ln x"), ("x^{5/3}", r"\sqrt[3]{x^5}"), ("1234,5", "1234.5"), (r"\tan 45^\circ", "1"),
 ]  # fmt: skip
 
 DIFFERENT = [  # statements that do not; many hold the reference as a fragment, or are a fragment of it
@@ -170,6 +174,11 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     ("1/5th", "5"), ("x_5", "5"), ("§5", "5"), ("5 ft 6", "5"), ("5 ft 6 in", "5"), ("6 in 5", "5"), ("in 5 of", "5 o"),
     ("the opposite of 5", "5"), ("5 factorial", "5"), ("all but 5", "5"), ("5 not", "5"),
     ("Brandon's iPhone is 8 years old.", "8"), ("x^2+y^2=25", "25"), ("5 (five)", "5"),
+    ("Ax", "ax"), ("ABCD", "abcd"), ("neither a nor b", "Neither A nor B"), ("mass/Mass", "Mass/mass"), ("a+d", "b+c"), ("3b-2a", "c"), ("0 mod", "0"), ("5 mod", "0"),
+    (r"(m-\infty, 0]", r"(-\infty, 0]"), (r"(2,2\infty)", r"(2,\infty)"), (r"145^\circ}", r"145^\circ"), (r"\[36", "36"), (r"\textz{36}", "36"), ("(3,4]\xb0", "(3,4]"),
+    (r"x<-2 or y>3", r"(-\infty,-2)\cup(3,\infty)"), (r"x<-2, x>3", r"(-\infty,-2)\cup(3,\infty)"), (r"\mathbb{R}^+", r"\mathbb{R}"), (r"\mathbb{R}\setminus\{0\}", r"\mathbb{R}"),
+    ("100,5", "100.5"), ("1000,999", "1000999"), ("(1000,99)", "1000.99"), ("2^{10}-1", "1023"), ("1-1/4", "3/4"), (r"\ln x^2", r"\ln x"), ("3\u200b4", "34"), ("no more than 5", "5"),
+    ("the additive inverse of 5", "-5"), ("5 lakh", "5"), ("nine tenths of 5", "5"), ("5h 30m", "5"), ("XY", "YX"), ("Pq", "pQ"), ("x_1+x_2=5", "5"), (r"\sin x = 1", "1"), ("f(f(2))=5", "4"),
 ]  # fmt: skip
 
 SAME_RESPONSES = [  # whole responses
