@@ -92,5 +92,5 @@ def _is_statement(before: str, after: str) -> bool:
     kinds = ["".join(placeholder(word) or "?" for word in WORD.findall(part)) for part in (before, after)]
     known = re.fullmatch(f"[{FILLER}{COPULA}]*#(?:[{FILLER}{COPULA}]|{PER_AREA}?{UNIT})*", "#".join(kinds))
     opened = re.sub(r"[\s:=]|\\?[$€£¥₹]|\*\*", "", WORD.sub("", before))
-    closed = re.sub(r"[\s.,;°¢]|\\?[%$€£¥₹]|\*\*", "", WORD.sub("", after))
+    closed = re.sub(r"[\s.,;°¢]|\\?[%$€£¥₹]|\*\*|\(\)", "", WORD.sub("", after))
     return known is not None and closed == opened[::-1].translate(str.maketrans("([{", ")]}"))

@@ -89,7 +89,7 @@ _UPRIGHT = r"\\(text(?:normal|bf|rm|it|sf|tt|sc|up|md)?|mbox|math(?:rm|bf|it|sf|
 _CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
 _PERCENT = r"\\%|\\(?:text|mathrm)\s*\{\s*(?:percent|per cent|pct|\\?%)\s*\}|(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])"
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,.]?\s+[A-Za-z]{2,}")
-_BARE = re.compile(rf"(?:\\[A-Za-z]+|§_\{{\w+\}})|{WORD.pattern}")
+_BARE = re.compile(rf"(?:\\[A-Za-z]+|[§A-Za-z]_\{{\w+\}})|{WORD.pattern}")
 _DECIMAL_COMMA = "([0-9]{4,}),([0-9]{1,2})(?![0-9.,])"
 """A comma after four or more digits and before one or two, which cannot separate thousands, is a decimal comma."""
 _DEGREES = r"°\s*[CF]?(?=\s*(?:[,;)\]\2=≈%]|\\\}|$))"
@@ -188,8 +188,8 @@ def _core(text: str) -> tuple[str, bool]:
     where = [place for place in range(0, len(pieces), 2) if pieces[place]]
     _require(len(where) == 1, "no mathematics, or several pieces")
     core, before, after = pieces[where[0]], pieces[: where[0]], pieces[where[0] + 1 :]
-    misplaced = UNIT in "".join(before) or (core.endswith("%") and UNIT in "".join(after))
-    _require(not misplaced, "a unit before the number, or after a percentage")
+    _require(UNIT not in "".join(before).rpartition(COPULA)[2], "a unit before the number")
+    _require(not (core.endswith("%") and UNIT in "".join(after)), "a unit after a percentage")
     _require(not (before and re.match(r"[-+*/^_!|] |[+*/^_!]", core)), "a word is a part of the formula")
     core = (core.lstrip("= ") if before else core).removeprefix("≈")
     return re.sub(r"\s*%$", "", core), core.endswith("%")
@@ -215,7 +215,7 @@ def _letters(match: re.Match[str], *, prose: bool) -> str:
     letters, before, after = match[0], match.string[: match.start()][-1:], match.string[match.end() :]
     if prose and letters in ("a", "A", "I") and not before.strip() and re.match(r"\s+[A-Za-z]{2}", after):
         return FILLER
-    if letters[0] in "\\§" or len(letters) == 1:
+    if letters[0] == "\\" or "_" in letters or len(letters) == 1:
         return letters
     if letters == "sec" and not after.strip(" .$"):
         return UNIT  # "sec" at the end of the text means seconds; elsewhere, it is the secant function
