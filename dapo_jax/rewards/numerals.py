@@ -47,7 +47,7 @@ _FILLERS = """
     the this that these an it its there so thus hence therefore then finally answer answers result value values solution solutions total final correct
     required of in for to we get have obtain find he she they has had you i'd per hope our usd eur gbp inr us about approximately approx roughly
     exactly only number amount count cost price area perimeter volume length width height distance speed age probability chance measure equation
-    function altogether largest smallest greatest matrix old left remaining long tall wide away"""
+    function altogether here largest smallest greatest special identity matrix old left remaining long tall wide away"""
 _SHORT_UNITS = """cm mm km kg mg ml mL ft in lb lbs oz yd mi hr hrs sec min cc gal mol Hz kHz MHz GHz kW kWh cal rad deg pt pts pcs st nd rd th"""
 _WORDS = {
     **dict.fromkeys(_UNITS.split(), UNIT),
