@@ -445,7 +445,7 @@ class _FormulaParser:
             return found
         self.divided = "/" in part[0]
         over, under = [int(group) for group in part.groups() if group]
-        _require(0 < over < under, "neither a mixed number nor clearly a product")
+        _require(found and 0 < over < under, "neither a mixed number nor clearly a product")
         return found + sympy.Rational(over, under)
 
     def _numeral(self) -> Any:

@@ -88,6 +88,6 @@ def number(text: str) -> Fraction | None:
     if (match := _NUMBER.fullmatch(text)) is None:
         return None
     over, under, whole = value(match["over"]), value(match["under"] or "1"), value(match["whole"] or "0")
-    if not under or (match["whole"] and not 0 < over / under < 1):
+    if not under or (match["whole"] and not (whole and 0 < over / under < 1)):
         return None
     return (over / under + whole) * (-1 if match["sign"] == "-" else 1)

@@ -177,7 +177,7 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     ("Ax", "ax"), ("ABCD", "abcd"), ("neither a nor b", "Neither A nor B"), ("mass/Mass", "Mass/mass"), ("a+d", "b+c"), ("3b-2a", "c"), ("0 mod", "0"), ("5 mod", "0"),
     (r"(m-\infty, 0]", r"(-\infty, 0]"), (r"(2,2\infty)", r"(2,\infty)"), (r"145^\circ}", r"145^\circ"), (r"\[36", "36"), (r"\textz{36}", "36"), ("(3,4]\xb0", "(3,4]"),
     (r"x<-2 or y>3", r"(-\infty,-2)\cup(3,\infty)"), (r"x<-2, x>3", r"(-\infty,-2)\cup(3,\infty)"), (r"\mathbb{R}^+", r"\mathbb{R}"), (r"\mathbb{R}\setminus\{0\}", r"\mathbb{R}"),
-    ("100,5", "100.5"), ("1000,999", "1000999"), ("(1000,99)", "1000.99"), ("2^{10}-1", "1023"), ("1-1/4", "3/4"), (r"\ln x^2", r"\ln x"), ("3\u200b4", "34"), ("no more than 5", "5"),
+    ("100,5", "100.5"), (r"0\frac{24}{25}", r"\frac{24}{25}"), ("0 1/2", "1/2"), ("1000,999", "1000999"), ("(1000,99)", "1000.99"), ("2^{10}-1", "1023"), ("1-1/4", "3/4"), (r"\ln x^2", r"\ln x"), ("3\u200b4", "34"), ("no more than 5", "5"),
     ("the additive inverse of 5", "-5"), ("5 lakh", "5"), ("nine tenths of 5", "5"), ("5h 30m", "5"), ("XY", "YX"), ("Pq", "pQ"), ("x_1+x_2=5", "5"), (r"\sin x = 1", "1"), ("f(f(2))=5", "4"),
 ]  # fmt: skip
 

