@@ -79,7 +79,7 @@ def same_number(one: str, other: str) -> bool:
     """Whether both are one number, or one text up to spaces and marks around it; a percentage is its number or its hundredth."""
     first, second = number(one), number(other)
     if isinstance(first, str) or isinstance(second, str):
-        marks = r"[\s${}]|\\ |(?<![\d.,])0+(?=\d)|(?<![\d)}])\+"
+        marks = r"\s|\\ |(?<![\d.,])0+(?=\d)|(?<![\d)}])\+"
         bare = [re.sub(marks, "", str(text)) for text in (first, second)]
         return bare[0] == bare[1]
     percent = ("%" in one) - ("%" in other)
@@ -95,7 +95,8 @@ def value(text: str) -> tuple[str, list[sympy.Expr]] | None:
     text = re.sub(r"(?<=\d)°$", "", without_words(text))
     text = re.sub(r"\\(?:left|right)(?![a-z])|\\!", "", text).replace(r"\$", "").strip("$ ")
     text = re.sub(r"(?<=\d),\s*(?=\d{3}(?!\d))", "", text) if not re.search(r"[([]", text) else text
-    text = re.sub(r"\s*\\(?:text|mbox)\{[ a-z]+\}(\^2)?$|\s*\^\\circ\s*$", "", text.rstrip(". "))
+    units = rf"\s*\\(?:text|mbox)\{{ *(?:{'|'.join(_AFTER.split())}) *\}}(\^2)?$|\s*\^\\circ\s*$"
+    text = re.sub(units, "", text.rstrip(". "))
     text = re.sub(r"^[a-z]\s*(?:=|\\in)", "", text)
     text = text.replace(r"\begin{pmatrix}", "<").replace(r"\end{pmatrix}", ">").replace(r"\\", ";")
     text = re.sub(r"\\[dt]?frac", "frac", text).replace(r"\pi", " pi ").replace(r"\cot", " cot ")
