@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.numerals import CHANGING_AFTER, CHANGING_BEFORE, number, plain
+from dapo_jax.rewards.numerals import COPULA, FILLER, PER_AREA, UNIT, WORD, number, placeholder, plain, value
 from dapo_jax.text.thoughts import without_thoughts
 
 _MARK = "####"
@@ -12,15 +12,16 @@ _PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|[^\s=<>.,;:!?#|\"'`~])|(
 _RUN = re.compile(rf"{_PIECE}+(?: {_PIECE}+)*")
 """Matches a run: digits and all characters joined to them. `3-5`, `1/2` and `1 000` are one run each, but `48 = 48` is two runs."""
 _CHANGED_BEFORE = re.compile(
-    rf"\b(?i:(?:divided|multiplied) by|{'|'.join(CHANGING_BEFORE)})\s*\Z|(?<![A-Za-z])[A-Za-zπ]\Z|(?<![<>])[<>≤≥]\s*\Z"
+    r"(?:(?i:\b(?:not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above|under"
+    r"|except|without|odd|even|(?:divid|multipli)ed by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|\w+ths?) of)"
+    r"|n['\u2019]t)\s*|(?<![A-Za-z])[A-Za-zπ]|(?<![<>])[<>≤≥]\s*)\Z"
 )
 _CHANGED_AFTER = re.compile(
-    rf"[\s-]*(?:and an? )?(?i:{'|'.join(CHANGING_AFTER)})\b|[xyznkKMBπ](?![^\W\d_])|[A-Za-z]?[\^_]"
+    r"[\s-]*(?:and an? )?(?i:hal(?:f|ves)|thirds?|quarters?|(?!month|length|width|depth|path)\w+ths?|dozens?|scores?|gross|hundreds?|thousands?|lakhs?"
+    r"|crores?|\w+illions?|squared|cubed|base|mod|modulo|divided|multiplied|factorial)\b|[A-Za-zπ](?![^\W\d_])|[A-Za-z]?[\^_]"
 )
-"""Like `_CHANGED_BEFORE`, matches words and letters next to a run that change its value, as in minus 5, 2x or 5k. Other words are units, as in 72 km."""
-_CURRENCY = re.compile(r"(?<![0-9])\\?[$€£¥₹]|\\?[$€£¥₹](?![0-9])")
+"""Like `_CHANGED_BEFORE`, matches words and letters next to the last number of a text that change it, as in minus 5, 2x or 5k."""
 _WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|left|right)(?![A-Za-z])|\\[()\[\]]")
-_FRACTION = re.compile(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
 
 def gsm8k_grader(response: str, answer: str) -> Verdict:
@@ -28,9 +29,9 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
 
     The reference is a number, or a worked solution that ends in `#### number` as in the dataset's files
     (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", https://arxiv.org/abs/2110.14168).
-    A response's answer is the number after its last `####`. The rest of that line may contain words, but no second number. Without `####`,
-    the answer is the last number. Thoughts are ignored. A number is parsed together with all characters attached to it. So -5, 3e8, 1/2 and 2 2/3 are numbers, but
-    3-5, 3:30, 5^2, 2x and 5 thousand are compared as text. Units and currency, percent and degree signs are ignored.
+    A response's answer is the number after its last `####`. The rest of that line may contain only pairs of brackets and words that do not change
+    the number (`numerals.placeholder`), or else the line is compared as text. Without `####`, the answer is the last number. Thoughts are ignored. A number is parsed with
+    all characters attached to it, so 3-5, 3:30, 5^2, 2x and 5m are compared as text. Currency, percent and degree signs are ignored.
 
     >>> [gsm8k_grader(response, "72").correct for response in ("3 * 24 = 72\\n#### 72", "That is $72.00.", "#### 7")]
     [True, True, False]
@@ -38,7 +39,7 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     Raises:
         ValueError: the reference has no number.
     """
-    expected = _stated(answer.rpartition(_MARK)[2], alone=False)
+    expected = _stated(answer.rpartition(_MARK)[2], alone=True)
     if expected is None:
         raise ValueError(f"the gsm8k grader needs a reference with a number; got {answer!r}")
     _, marked, after = without_thoughts(response).rpartition(_MARK)
@@ -46,41 +47,51 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     # After the mark, only the rest of the line is used, or the next line that is not empty.
     found = _stated(after.strip().partition("\n")[0] if marked else after, alone=bool(marked))
     if found is None:
-        where = f"after the last {_MARK!r}" if marked else "in the response"
-        return Verdict(correct=False, reason=f"no number {where}")
+        return Verdict(correct=False, reason=f"no number {where if marked else 'in the response'}")
     text, exact = found
-    if exact is None or expected[1] is None:
-        correct, how = text == expected[0], "equal as text"
-    else:
-        correct, how = exact == expected[1], "equal"
+    numbers = exact is not None and expected[1] is not None
+    correct, how = (exact == expected[1], "equal") if numbers else (text == expected[0], "equal as text")
     reason = f"{where}: {how if correct else f'expected {expected[0]}'}"
     return Verdict(correct=correct, extracted=text, reason=reason)
 
 
 def unread_by_gsm8k(answer: str) -> bool:
     """Returns True if the reference as a whole is not a number and is therefore compared as text."""
-    expected = _stated(answer.rpartition(_MARK)[2], alone=False)
+    expected = _stated(answer.rpartition(_MARK)[2], alone=True)
     return expected is None or expected[1] is None
 
 
 def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     """Returns the last run (see `_RUN`) and its value. Instead of a value, returns None if the run is not a number or, with `alone`, not the only run."""
-    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", plain(text))
+    if text.isascii() and text.strip().isdigit():  # for speed
+        return text.strip(), value(text.strip())
+    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", _WRAPPER.sub(" ", plain(text)))
+    text = re.sub(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2", text)
     runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
     if not runs:
         return None
     last = runs[-1]
-    cleaned = _FRACTION.sub(r" \1/\2", _WRAPPER.sub("", _CURRENCY.sub("", last[0])))
-    cleaned = cleaned.lstrip("([{*:, ").rstrip(")]}([{*_°%¢\\-+/ ")
-    cleaned = re.sub(r"^[-*+] +", "", cleaned).strip()
-    before, after = _CHANGED_BEFORE.search(text[: last.start()]), _CHANGED_AFTER.match(text, last.end())
+    opened = last[0].lstrip("([{*:,$€£¥₹\\ ")
+    core = re.sub(r"^[-*+] +|\s[-+/]+$", "", opened.rstrip(")]}([{*_°%¢$€£¥₹\\ "))
+    start = last.end() - len(opened)
     joined = re.search(r"[A-Za-z]-", text[max(0, last.start() - 1) : last.start() + 1])
-    if (alone and len(runs) > 1) or joined:
+    before, after = _CHANGED_BEFORE.search(text[: last.start()]), _CHANGED_AFTER.match(text, last.end())
+    whole = re.sub(r"(?<![0-9])(?<![0-9] )\\?[$€£¥₹]", "", core).strip()
+    if joined or (alone and not _is_statement(text[:start], text[start + len(core) :])):
         whole = text
     elif before or after:
         whole = text[before.start() if before else last.start() : after.end() if after else last.end()]
-    elif (exact := number(cleaned)) is not None:
-        return cleaned.replace(",", ""), exact
-    else:
-        whole = cleaned
+    elif (exact := number(whole)) is not None:
+        return whole.replace(",", ""), exact
     return " ".join(whole.split()), None
+
+
+def _is_statement(before: str, after: str) -> bool:
+    """Returns whether the texts next to a number hold only words that do not change it (`numerals.placeholder`), pairs of brackets, and punctuation."""
+    before = re.sub(r"(?<![A-Za-z])[A-Za-z]\s*=\s*$", "", before)
+    after = re.sub("(?<=[a-z])/(?:[hs](?![a-z])|(?=[a-z]))", " ", after)
+    kinds = ["".join(placeholder(word) or "?" for word in WORD.findall(part)) for part in (before, after)]
+    known = re.fullmatch(f"[{FILLER}{COPULA}]*#(?:[{FILLER}{COPULA}]|{PER_AREA}?{UNIT})*", "#".join(kinds))
+    opened = re.sub(r"[\s:=]|\\?[$€£¥₹]|\*\*", "", WORD.sub("", before))
+    closed = re.sub(r"[\s.,;°¢]|\\?[%$€£¥₹]|\*\*|\(\)", "", WORD.sub("", after))
+    return known is not None and closed == opened[::-1].translate(str.maketrans("([{", ")]}"))

@@ -2,46 +2,41 @@
 
 Numbers are compared exactly. However, a decimal with at least six significant digits also equals a number that rounds to it, such as
 1/3 or the square root of 2. Irrational numbers are equal if 50 of their digits agree. Expressions with variables are equal if their
-values agree at three points. An undefined function such as f(x) is treated as a variable.
+values agree at three points at which both are real. An undefined function such as f(x) is treated as a variable.
 """
 
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 from sympy.core.evalf import PrecisionExhausted
-from sympy.core.function import AppliedUndef
 
 from dapo_jax.rewards.math_reader import UNION, ReadAnswer, Relation, Several, is_name
 
 DIGITS = 50
 """Number of digits that must agree for irrational numbers to be equal."""
 
-_FLIPPED = {">": "<", "≥": "≤"}
+_POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13), (-41, -17, 13), (230, 7, 3), (-230, -7, 3), (5, 3, 97), (18, 2, 13))  # fmt: skip
+"""At the n-th point (a, b, c), the variables have the values a/c, (a + b)/c, (a + b * 2^n)/c, (a + b * 3^n)/c, ..."""
 
 
 def same_meaning(gold: ReadAnswer, found: ReadAnswer) -> bool:
     """Returns whether two answers have the same meaning. If only one is a percentage such as 50%, it equals both 50 and 1/2."""
     compare = _Comparison(gold.decimals | found.decimals).equal
-    if compare(gold.value, found.value):
-        return True
-    if gold.percent == found.percent:
-        return False
+    same = compare(gold.value, found.value)
+    if same or gold.percent == found.percent:
+        return same
     one, other = (gold.value, found.value) if gold.percent else (found.value, gold.value)
     return not isinstance(one, Several | Relation) and compare(one / 100, other)
 
 
-class _Comparison:
-    def __init__(self, decimals: dict[Any, Any]) -> None:
-        self.decimals = decimals
+class _Comparison(NamedTuple):
+    decimals: dict[Any, Any]
 
     def equal(self, gold: Any, found: Any) -> bool:
         if isinstance(gold, Relation) and isinstance(found, Relation):
             return self._same_relation(gold, found)
-        if isinstance(gold, Relation):
-            gold = _value_of(gold, interval=isinstance(found, Several))
-        if isinstance(found, Relation):
-            found = _value_of(found, interval=isinstance(gold, Several))
+        gold, found = self._value_of(gold, found), self._value_of(found, gold)
         if gold is None or found is None:
             return False
         if isinstance(gold, Several) and isinstance(found, Several):
@@ -52,35 +47,36 @@ class _Comparison:
         return self._same_number(gold, found)
 
     def _same_items(self, gold: Several, found: Several) -> bool:
+        if UNION in (gold.opened, found.opened):
+            gold, found = _union(gold), _union(found)
         # Square brackets denote an interval only around two values. Otherwise they are treated as parentheses.
         kinds = {
-            "()" if several.opened == "[" and len(several.items) != 2 else several.opened + several.closed
-            for several in (gold, found)
+            "()" if one.opened == "[" and len(one.items) != 2 else one.opened + one.closed.removeprefix("or")
+            for one in (gold, found)
         }
-        if kinds <= {r"\{\}", ""} or kinds == {UNION}:
-            if kinds == {r"\{\}"}:
-                return self._within(gold, found) and self._within(found, gold)
-            return len(gold.items) == len(found.items) and self._paired(gold, found)
-        if len(kinds) != 1 and kinds != {"()", ""}:
+        if kinds == {r"\{\}"}:  # the number of times that an item occurs in a set does not matter
+            return self._within(gold, found, once=False) and self._within(found, gold, once=False)
+        if len(gold.items) != len(found.items):
             return False
-        return len(gold.items) == len(found.items) and all(map(self.equal, gold.items, found.items))
+        if kinds <= {r"\{\}", ""} or kinds == {UNION}:
+            return self._within(gold, found, once=True)
+        return (len(kinds) == 1 or kinds == {"()", ""}) and all(map(self.equal, gold.items, found.items))
 
-    def _within(self, one: Several, other: Several) -> bool:
-        return all(any(self.equal(a, b) for b in other.items) for a in one.items)
-
-    def _paired(self, gold: Several, found: Several) -> bool:
-        left = list(found.items)
-        for item in gold.items:
-            place = next((place for place, other in enumerate(left) if self.equal(item, other)), None)
+    def _within(self, one: Several, other: Several, *, once: bool) -> bool:
+        """Returns whether each item of `one` is an item of `other`. With `once`, each item of `other` counts once."""
+        left = list(other.items)
+        for item in one.items:
+            place = next((place for place, each in enumerate(left) if self.equal(item, each)), None)
             if place is None:
                 return False
-            del left[place]
+            del left[place : place + once]
         return True
 
     def _same_relation(self, gold: Relation, found: Relation) -> bool:
-        gold, found = _oriented(gold), _oriented(found)
+        gold, found = self._shortened(gold), self._shortened(found)
         if gold.signs != found.signs:
-            return False
+            (one, interval), (other, same) = _interval(gold), _interval(found)
+            return one is not None and one == other and self.equal(interval, same)
         if all(map(self.equal, gold.sides, found.sides)):
             return True
         sides = (*gold.sides, *found.sides)
@@ -92,16 +88,31 @@ class _Comparison:
             return False
         return bool(ratios[0].is_positive if gold.signs[0] in "<≤" else ratios[0].is_nonzero)
 
+    def _shortened(self, relation: Relation) -> Relation:
+        """If the sides of a chain of equations after the first are one number, as in x = 2 + 3 = 5, keeps only the two ends."""
+        first, *inner, last = relation.sides
+        number = all(getattr(side, "is_number", False) and self.equal(side, last) for side in inner)
+        return Relation((first, last), ("=",)) if set(relation.signs) == {"="} and number else relation
+
+    def _value_of(self, relation: Any, other: Any) -> Any:
+        """Returns the value that a relation states, such as 5 for x = 5 or 3 + 2 = 5, or None. If `other` is an interval, a < x < b states one."""
+        if not isinstance(relation, Relation):
+            return relation
+        if set(relation.signs) != {"="}:
+            return _interval(relation)[1] if isinstance(other, Several) else None
+        *others, found = [side for side in relation.sides if not is_name(side)] or relation.sides[-1:]
+        names = [side for side in relation.sides if is_name(side) and side is not found]
+        # Without a name, only an equation of numbers has a value. A name in its own value, as in f(x) = f(x - 1) + 2, makes an equation.
+        used = _heads(found) & set().union(*map(_heads, names))
+        stated = not used if names else getattr(found, "is_number", False)
+        return found if stated and all(self.equal(found, other) for other in others) else None
+
     def _same_number(self, gold: Any, found: Any) -> bool:
         if gold == found:
             return True
         if gold.has(sympy.oo) or found.has(sympy.oo):
             return False
         difference = gold - found
-        if applied := difference.atoms(AppliedUndef):
-            # Terms such as f(x) become symbols, because equal arguments give equal values.
-            names = {one: sympy.Symbol(f"{one}", real=True) for one in applied}
-            return self._same_number(gold.xreplace(names), found.xreplace(names))
         if difference.free_symbols:
             # Comparing the expanded expressions could take very long: (x + y + z)^50 has 1,326 terms.
             return all(starmap(_are_close, _at_points((gold, found))))
@@ -110,6 +121,13 @@ class _Comparison:
             if last is not None and abs(other) not in self.decimals:
                 return bool(sympy.N(sympy.Abs(difference), DIGITS) <= last / 2)
         return not (gold.is_Rational and found.is_Rational) and _are_close(gold, found)
+
+
+def _heads(side: Any) -> set[str]:
+    """Returns the names of all variables and functions of a side."""
+    if isinstance(side, Several):
+        return set().union(*map(_heads, side.items))
+    return {str(letter).partition("(")[0] for letter in side.free_symbols}
 
 
 def _are_close(one: Any, other: Any) -> bool:
@@ -125,40 +143,40 @@ def _are_close(one: Any, other: Any) -> bool:
 
 
 def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
-    """Evaluates the expressions at three points, with positive and negative values of the variables."""
+    """Evaluates the expressions at three points at which all of them are real, with positive and negative values of the variables."""
     names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
-    points = [
-        {name: sympy.Rational(start + step * place, under) for place, name in enumerate(names)}
-        for start, step, under in ((17, 10, 29), (-17, -10, 29), (7, -13, 11))
-    ]
-    return [[expression.subs(point) for expression in expressions] for point in points]
+    # Even roots and logarithms are real only for positive numbers.
+    roots = (root for expression in expressions for root in expression.atoms(sympy.Pow, sympy.log))
+    positive = [x.args[0] for x in roots if not (x.is_Pow and (x.exp.is_Integer or x.exp.free_symbols))]
+    real: list[list[Any]] = []
+    every: list[list[Any]] = []
+    for degree, (start, step, under) in enumerate(_POINTS, 1):
+        # With the same degree everywhere, a + d would always equal b + c.
+        point = {name: sympy.Rational(start + step * i**degree, under) for i, name in enumerate(names)}
+        every.append([expression.subs(point) for expression in expressions])
+        within = all(sympy.N(base.subs(point)).is_nonnegative for base in positive)
+        if within and all(value.is_Rational or sympy.N(value).is_real for value in every[-1]):
+            real.append(every[-1])
+        if len(real) == 3:
+            break
+    return real or every[:3]
 
 
-def _value_of(relation: Relation, *, interval: bool) -> Any:
-    """Returns the value that a relation states, such as 5 for x = 5, or None if it states no value. With `interval`, a < x < b has an interval as its value."""
-    first, last = relation.sides[0], relation.sides[-1]
-    if set(relation.signs) == {"="}:
-        if is_name(last) and not is_name(first):
-            return first
-        return last if is_name(first) or (isinstance(first, sympy.Expr) and first.is_number) else None
-    if not interval:
-        return None
-    sides, signs = _oriented(relation).sides, _oriented(relation).signs
-    if not set(signs) <= {"<", "≤"} or not all(isinstance(side, sympy.Expr) for side in sides):
-        return None
-    if len(sides) == 2:
-        sides = (-sympy.oo, *sides) if sides[0].is_Symbol else (*sides, sympy.oo)
-        signs = ("<", *signs) if sides[0] == -sympy.oo else (*signs, "<")
-    if len(sides) != 3 or not sides[1].is_Symbol:
-        return None
-    return Several("(["[signs[0] == "≤"], (sides[0], sides[2]), ")]"[signs[1] == "≤"])
+def _union(several: Several) -> Several:
+    """Writes a list such as x < 2 or x > 3 as a union of intervals."""
+    pairs = [_interval(item) if isinstance(item, Relation) else (None, item) for item in several.items]
+    joined = several.closed == "or" and len({name for name, _ in pairs}) == 1
+    whole = joined and all(isinstance(item, Several) for _, item in pairs)
+    return Several(UNION, tuple(item for _, item in pairs), "") if whole else several
 
 
-def _oriented(relation: Relation) -> Relation:
-    """Rewrites > as <, and ≥ as ≤. If the inner sides of a chain of equations are numbers, as in x = 2 + 3 = 5, keeps only the two ends."""
-    sides, signs = relation.sides, relation.signs
-    if set(signs) == {"="} and all(isinstance(x, sympy.Expr) and not x.free_symbols for x in sides[1:-1]):
-        return Relation((sides[0], sides[-1]), ("=",))
-    if set(signs) <= {">", "≥"}:
-        return Relation(sides[::-1], tuple(_FLIPPED[sign] for sign in signs[::-1]))
-    return relation
+def _interval(relation: Relation) -> tuple[Any, Any]:
+    """Returns the name and the interval of a relation such as a < x < b or x = (a, b). Returns None twice for any other relation."""
+    if relation.signs == ("=",) and is_name(relation.sides[0]) and isinstance(relation.sides[1], Several):
+        return relation.sides
+    sides, signs = (-sympy.oo, *relation.sides, sympy.oo), ("<", *relation.signs, "<")
+    place = next((place for place, side in enumerate(sides) if is_name(side)), 0)
+    if not set(signs) <= {"<", "≤"} or (len(sides), place) not in ((4, 1), (4, 2), (5, 2)):
+        return None, None
+    brackets = "(["[signs[place - 1] == "≤"], ")]"[signs[place] == "≤"]
+    return sides[place], Several(brackets[0], (sides[place - 1], sides[place + 1]), brackets[1])

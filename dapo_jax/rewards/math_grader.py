@@ -8,16 +8,14 @@ from dapo_jax.text.thoughts import without_thoughts
 TAIL_CHARACTERS = 2000
 """Number of characters at the end of a response that are searched for the answer. The rest is skipped for speed."""
 
-_ANSWER = re.compile(r"answer\s*:[\s*]*", re.IGNORECASE)
-_THE_ANSWER_IS = re.compile(r"\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b:?|:|=)", re.IGNORECASE)
+_ANSWER = re.compile(r"(?i)(?:answer\s*[:\uff1a]|<answer>)[\s*]*")
+_THE_ANSWER_IS = re.compile(r"(?i)\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b[:\uff1a]?|[:\uff1a=])")
 _BOLD = re.compile(r"(?<![\w)}])\*\*([^*]+)\*\*|^_([^_]+)_$")
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
+_BETWEEN_BOXES = re.compile(r"(?:[ ,;$]|\\[()\[\],;:]|\\q?quad|(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)*")
 _LEADING_EQUALS = re.compile(r"^((?:\\\(|\\\[|\$|\s)*)=(?![=>])")
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
-# A comma before exactly three digits separates thousands. Any other comma separates the items of a list.
-_NUMBER = r"[-+]?\(?[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?\)?"
-_LEFT_TO_DO = re.compile(rf"{_NUMBER}(?:[-+*]{_NUMBER})+")
 
 
 def math_grader(response: str, answer: str) -> Verdict:
@@ -28,27 +26,27 @@ def math_grader(response: str, answer: str) -> Verdict:
     are ignored, because they may match by accident, and so are thoughts. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the
     response was cut off and has no answer.
 
-    Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations). For example, 6/8
-    equals 3/4, 34% equals 34, and \frac12 equals 0.5. If either cannot be parsed as a whole, the answer is wrong. Numbers are compared
-    exactly, so 0.333 does not equal 1/3. A decimal with at least six significant digits also equals a number that rounds to it, so
-    0.333333 equals 1/3. An unevaluated sum or product of numbers is wrong, because 8 + 2 may only repeat the question.
+    Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations), so 6/8 equals 3/4. If either
+    cannot be parsed as a whole, the answer is wrong. Numbers are compared exactly, so 0.333 does not equal 1/3. A decimal with at least six
+    significant digits also equals a number that rounds to it, so 0.333333 equals 1/3. An unevaluated sum, product or quotient of numbers, such as
+    8 + 2, is wrong, unless the reference is also unevaluated, because it may only repeat the question.
 
     This function has no time limit. If a comparison in a `GradingPool` exceeds the pool's time limit, its verdict is lost, so that
     slow comparisons can be distinguished from wrong answers.
     """
     # Imported here because these modules import sympy, which loads slowly.
     from dapo_jax.rewards.math_equality import same_meaning
-    from dapo_jax.rewards.math_reader import read, text_form
+    from dapo_jax.rewards.math_reader import is_word, read, text_form
 
     stated, where = _statement(without_thoughts(response)[-TAIL_CHARACTERS:])
-    stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r"\1\2", stated))
+    stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r" \1\2 ", stated))
     if stated is None:
         return Verdict(correct=False, reason=f"{where}: no answer found")
-    extracted = text_form(stated)
-    if extracted and extracted == text_form(answer):
+    extracted, wanted = text_form(stated), text_form(answer)
+    if extracted and (extracted == wanted or (is_word(wanted) and extracted.lower() == wanted)):
         return Verdict(correct=True, extracted=extracted, reason=f"{where}: equal as text")
     found, gold = read(stated), read(answer)
-    if found is not None and _LEFT_TO_DO.fullmatch(re.sub(r"[\s{}]", "", found.text).strip("()")):
+    if found is not None and found.undone and not (gold is not None and gold.undone):
         return Verdict(correct=False, extracted=extracted, reason=f"{where}: unevaluated arithmetic")
     if found is None or gold is None:
         which = "the answer" if found is None else f"the reference {answer!r}"
@@ -74,6 +72,7 @@ def unread_by_math(answer: str) -> bool:
 def _statement(text: str) -> tuple[str | None, str]:
     """Returns the stated answer, or None if it is missing or was cut off. Also returns the place where it was found or expected, in words."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
+    text = text if answer is None else text[:answer] + re.sub("(?i)</answer>", "\n", text[answer:])
     line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
     # A box after the line of the last `Answer:` takes precedence, because it is the response's last statement.
     boxed, found = _last_box(text[line_end + 1 :])
@@ -94,16 +93,20 @@ def _statement(text: str) -> tuple[str | None, str]:
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
-    r"""Returns the content of the last outermost `\boxed{}`, or None if it is not closed. Also returns whether there is a box."""
-    content, at = None, 0
+    r"""Returns the content of the last outermost `\boxed{}`, or None if it is not closed. Also returns whether there is a box.
+
+    Boxes with only commas, "and" or "or" between them are one list.
+    """
+    contents: list[str] = []
+    at = 0
     while opened := _BOX.search(text, at):
-        depth, content = 1, None
+        contents, depth = contents if _BETWEEN_BOXES.fullmatch(text, at, opened.start()) else [], 1
         for brace in re.finditer(r"\\[{}]|[{}]", text[opened.end() :]):
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if depth == 0:
                 at = opened.end() + brace.end()
-                content = text[opened.end() : at - 1]
+                contents.append(text[opened.end() : at - 1])
                 break
         else:
             return None, True
-    return content, at > 0
+    return ", ".join(dict.fromkeys(contents)), at > 0

@@ -1,29 +1,29 @@
 r"""Parses answers as mathematics. An answer is parsed as a whole or not at all.
 
-The notations below are supported. An answer with any other notation is not parsed, so that a part is never mistaken for the whole answer:
+The notations below are supported. An answer with any other word, sign or notation is not parsed, so that a part is never mistaken for the whole:
 
-* numbers as in `numerals.py`, mixed numbers (`2 2/3`, `2\frac23`), repeating decimals (`0.\overline{3}`), thousands separated by
-  `,`, `{,}`, `,\!` or thin spaces;
-* `+ - \pm * / ^ !`, fractions, binomial coefficients, roots, absolute values, trigonometric functions, exponentials and
-  logarithms, `\pi`, `e`, `i`, letters with subscripts;
+* numbers as in `numerals.py`, mixed numbers (`2 2/3`, `2\frac23`), repeating decimals (`0.\overline{3}`), thousands separated by `,`, `{,}`,
+  `,\!` or thin spaces; `+ - \pm * / ^ !`, fractions, binomial coefficients, roots (odd roots of negative numbers are real), absolute values,
+  trigonometric functions, exponentials and logarithms, `\pi`, `e`, `i`, letters with subscripts;
 * `=`, `\approx` and inequalities; intervals, tuples, sets, unions, lists, matrices.
 
-Wrappers (`$`, `\boxed`, `\left`, the words of a sentence), units (words, `\text{}`, degrees, currencies) and punctuation are ignored.
-A percentage such as 50% is parsed as 50, and the comparison also accepts 1/2 for it.
+Wrappers (`$`, `\boxed`, `\left`), the words in `numerals.py`, units (words, `\text{}`, degrees, currencies) and punctuation are ignored.
+A percentage such as 50% is parsed as 50, and the comparison also accepts 1/2 for it. A comma is a decimal comma only after four or more digits and
+before one or two, as in `1000,99`. Two or three capitals, as in `AB = 5`, are a name, not a product.
 
-Notations that are ambiguous out of context are not supported: number bases (`2516_8`), other overlines, lists with dots, primes,
+Notations that are ambiguous out of context are not supported: number bases (`2516_8`), other overlines, lists with dots, primes, degrees with minutes,
 powers of powers without braces, and text that can be parsed in two ways (`1/2x`, `3 4`).
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import sympy
 
-from dapo_jax.rewards.numerals import CHANGING_AFTER, CHANGING_BEFORE, GROUPED, NUMERAL, plain, value
+from dapo_jax.rewards import numerals
+from dapo_jax.rewards.numerals import COPULA, FILLER, PER_AREA, UNIT, WORD, placeholder
 
 MOST_BITS = 20_000
 """Maximum size in bits of a power such as 2^1000. An answer with a larger power is not parsed."""
@@ -31,184 +31,168 @@ SIGNIFICANT = 6
 """A decimal with at least this many significant digits also equals every number that rounds to it, such as 1/3 for 0.333333."""
 
 
-class UnreadableError(ValueError):
-    """The text cannot be parsed as a whole."""
-
-
-@dataclass(frozen=True)
-class Several:
-    """Several values: an interval `(1,2]`, a tuple, a set, a matrix (`opened="matrix"`), a union (`UNION`), or a list without brackets."""
+class Several(NamedTuple):
+    """Several values: an interval `(1,2]`, a tuple, a set, a union (`opened=UNION`), a list (`opened=""`, `closed="or"` if "or" separates its items),
+    or a matrix (`opened="⟦"`). The rows of a matrix are tuples, or numbers if it has one column."""
 
     opened: str
     items: tuple[Any, ...]
     closed: str
 
 
-@dataclass(frozen=True)
-class Relation:
-    """A relation such as a < b <= c, with one sign between each pair of adjacent sides."""
+class Relation(NamedTuple):
+    """A relation such as a < b <= c, with one sign between each pair of adjacent sides. Relations with only > and ≥ are turned round."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class ReadAnswer:
-    """The parsed meaning of a text. `decimals` maps each decimal with at least six significant digits to the place value of its last digit."""
+class ReadAnswer(NamedTuple):
+    """The parsed meaning of a text. `decimals` maps each decimal with at least six significant digits to the place value of its last digit.
+    `undone` is True if a sum, product or quotient of numbers is left to be worked out, as in 17*23."""
 
-    text: str
     value: Any
     percent: bool
     decimals: dict[Any, Any]
+    undone: bool
 
 
 UNION = "\u222a"
-
-
-def _each(names: str, written: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), written)
-
-
 _COMMANDS = {
-    **_each("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox", ""),
-    **_each("quad qquad thinspace", " "), **_each("dfrac tfrac cfrac", r"\frac"), **_each("dbinom tbinom", r"\binom"),
-    **_each("times cdot ast", "*"), **_each("le leq leqslant", "≤"), **_each("ge geq geqslant", "≥"), **_each("ne neq", "≠"),
-    **_each("lvert rvert vert mid", "|"), **_each("dots ldots cdots dotsc", "…"),
-    "div": "/", "lt": "<", "gt": ">", "approx": "≈", "pm": "±", "mp": "∓", "in": "∈", "cup": UNION, "infty": "∞", "pi": "π",
-    "degree": "°", "imath": "i", "lbrace": r"\{", "rbrace": r"\}", "varnothing": r"\emptyset",
+    name: written for names, written in (
+        ("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox quad qquad thinspace", " "),
+        ("dfrac tfrac cfrac", r"\frac"), ("dbinom tbinom", r"\binom"), ("times cdot ast", "*"), ("div", "/"), ("pm", "±"), ("mp", "∓"), ("lt", "<"), ("gt", ">"),
+        ("le leq leqslant", "≤"), ("ge geq geqslant", "≥"), ("ne neq", "≠"), ("approx", "≈"), ("in", "∈"), ("cup", UNION), ("lvert rvert vert mid", "|"),
+        ("dots ldots cdots dotsc", "…"), ("infty", "∞"), ("pi", "π"), ("degree", "°"), ("imath", "i"), ("lbrace", r"\{"), ("rbrace", r"\}"),
+        ("varnothing", r"\emptyset"),
+    ) for name in names.split()
 }  # fmt: skip
 """Replacements for LaTeX commands, by command name. Commands that are not listed are kept."""
 _NATURAL = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(sympy, name) for name in _NATURAL},
-    "arcsin": sympy.asin,
-    "arccos": sympy.acos,
-    "arctan": sympy.atan,
-    "ln": sympy.log,
-    "log": lambda argument, base=10: sympy.log(argument, base),
-}
-_GREEK = _each(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi "
-    "varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega",
-    "",
+    **{f"arc{name}": getattr(sympy, f"a{name}") for name in ("sin", "cos", "tan")},
+    "ln": sympy.log, "log": lambda argument, base=10: sympy.log(argument, base),
+}  # fmt: skip
+_GREEK = (
+    "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|varphi"
+    "|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega"
 )
-_SIGNS = str.maketrans({"≃": "≈", "⩽": "≤", "⩾": "≥"})
-_SMALL_UNITS = _each(
-    "cm mm km kg mg ml mL ft in lb lbs oz yd mi mph kph kmh hr hrs min sec day men deg rad cc gal mol Hz kHz MHz GHz kW kWh US USD EUR "
-    "GBP st nd rd th pts pcs sq cup egg hen bus box car boy way row ton bag dog cat pen man",
-    "",
-)
-"""Units and nouns with two or three letters, which are ignored. Other words of this length, unless in a sentence, are products of variables."""
-_UNIT_LETTERS = frozenset("mgshLlJNWVACKF")
+_UNIT_LETTERS = frozenset("mgshLlJNWVACF")
 """One-letter units in upright type, as in \\text{m}. A letter in italics is a variable."""
 
-_COMMAND = re.compile(r"\\([A-Za-z]+)")
-_MONEY = re.compile(r"(?<![0-9.,])(?:\\\$|[€£¥₹])|(?:\\\$|[€£¥₹¢])(?![0-9.,])")
-_ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[\s(])\$(?=[0-9.])|\$\s*$")
-_JOINED_THOUSANDS = re.compile(
-    r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:\{,\}|,\\!\s?|\\[,;:! ]|~)[0-9]{3})+(?![0-9])|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
-)
-_SPACING = re.compile(r"(?:\\[,;:! ]|~|\s)+")
+_MONEY = re.compile(r"(?<![0-9.,])(?:\bUS\s*)?(?:\\\$|[€£¥₹])|(?:\\\$|[€£¥₹¢])(?![0-9.,])")
+_ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[^0-9]\s)\$(?=[0-9.])|(?<=\()\$(?=[0-9.])|\$\s*$")
+_JOINED_THOUSANDS = r"(?<![0-9.,])[1-9][0-9]{0,2}(?: ?(?:\{,\}|,\\!|\\[,;:! ]|~)\s?[0-9]{3})+(?![0-9])|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))")
-_UPRIGHT = re.compile(
-    r"\\(text|textbf|textrm|textit|mbox|mathrm|mathbf|mathit|mathsf|boldsymbol|operatorname)\s*\{([^{}]*)\}"
-)
-_CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*,?")
-_PERCENT = re.compile(
-    r"\\%|(?:\\(?:text|mathrm)\s*\{\s*)?(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])(?:\s*\})?"
-)
+_UPRIGHT = r"\\(text(?:normal|bf|rm|it|sf|tt|sc|up|md)?|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|operatorname)\s*\{([^{}]*)\}"
+_CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
+_PERCENT = r"\\%|\\(?:text|mathrm)\s*\{\s*(?:percent|per cent|pct|\\?%)\s*\}|(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])"
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,.]?\s+[A-Za-z]{2,}")
-_WORDS = re.compile(r"\\[A-Za-z]+|[A-Za-z]{2,}")
-_MARKS = re.compile(r"\$\$?|\\[()\[\]]")
-_UNIT_POWER = re.compile(
-    "\0(?:\\s*\\^\\s*\\{?[23]\\}?)?(?:\\s*/\\s*(?:\0|[A-Za-z](?![A-Za-z]))(?:\\^\\{?[23]\\}?)?)?"
-)
-_BOUNDS = ("least", "most", "between", "below", "above", "under", "except", "without")
-_CHANGING = frozenset(CHANGING_BEFORE + CHANGING_AFTER + _BOUNDS)
+_BARE = re.compile(rf"(?:\\[A-Za-z]+|[§A-Za-z]_\{{\w+\}})|{WORD.pattern}")
+_DECIMAL_COMMA = "([0-9]{4,}),([0-9]{1,2})(?![0-9.,])"
+"""A comma after four or more digits and before one or two, which cannot separate thousands, is a decimal comma."""
+_DEGREES = r"°\s*[CF]?(?=\s*(?:[,;)\]\2=≈%]|\\\}|$))"
+_FACTOR = r"[A-Za-zπ§({√]|\\(?!\}|rangle)"
+_POWER_OF_TEN = r"10\s*(?:\^|\*\*)"
+_FIGURE = r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*(?:([A-Z]{1,4})(?![A-Za-z])|\{\s*([A-Z]{1,4})\s*\})|\|\s*([A-Z]{2})\s*\|(?=\s*=)"
+"""Names such as \\angle ABC or |AB|. The symbol § with the name as its index replaces them."""
+_END = re.compile(r"(?:(?<![.,;])[.,;]|\s)+$")
+_UNIT_POWER = r"(?:\s*\^\s*(?:[23]|\{[23]\}))?"
+_PER = rf"\s*/\s*(?:{UNIT}|[{''.join(_UNIT_LETTERS)}](?![A-Za-z])){_UNIT_POWER}"
+_PLACEHOLDERS = re.compile(rf"({FILLER}|{COPULA}|(?:{PER_AREA}\.?\s*)?{UNIT}{_UNIT_POWER}(?:{_PER})?)")
+_MATRIX = r"\\(begin|end)\s*\{(?:(?:small|[pb])?matrix|array)\}(?:\s*\{[lcr| ]*\})?"
+_REST_OF_MIXED = r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
+_CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*)\s*\)(?=\s*[=≈])"
+"""Matches the argument of a call that names a value, as in P(2) = 5."""
+_spaced = lru_cache(maxsize=None)(lambda pattern: re.compile(rf"\s*(?:{pattern})"))
+_CONSTANTS = {"π": sympy.pi, "\u211d": Several("(", (-sympy.oo, sympy.oo), ")")}
 
 
 def text_form(text: str) -> str:
-    r"""Removes wrappers, white space and punctuation, so that answers can be compared as text.
+    r"""Removes wrappers, white space and punctuation, and writes words in lower case, so that answers can be compared as text.
 
-    >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)")
-    ('blue', '2516_8', '(3,4)')
+    >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)"), text_form("CBA")
+    ('blue', '2516_8', '(3,4)', 'CBA')
     """
-    found = _UPRIGHT.sub(r" \2 ", _simplified(text)).strip()
-    found = re.sub(r"^(?:\$\$?|\\[(\[])|(?:\$\$?|\\[)\]])(?=[.,;]?$)", "", re.sub(r"\s+", " ", found)).strip()
-    found = re.sub(r"(?<![0-9]) | (?![0-9])", "", found)
-    found = re.sub(r"([_^])\{(\w)\}", r"\1\2", found).rstrip(".,;")
-    found = re.sub(r"^\{(.*)\}$", r"\1", found) if found.count("{") == 1 else found
-    bare = re.sub(r"^\(([A-Za-z]+)\)$", r"\1", found)
-    return bare if len(bare) < 3 or re.search(r"[0-9\\]", bare) else bare.casefold()
+    found = re.sub(r"\s+", " ", re.sub(_UPRIGHT, r" \2 ", _simplified(text))).strip()
+    found = re.sub(r"^(?:\$\$?|\\[(\[])\s*(.*?)\s*(?:\$\$?|\\[)\]])(?=[.,;]?$)", r"\1", found)
+    if not re.search(r"[+*/^_=<>|\\]", found):  # letters between operators are variables
+        found = re.sub(r"[A-Za-z]{2,}", lambda run: run[0].lower() if is_word(run[0]) else run[0], found)
+    # A space between digits or decimal points, or between a comma and three digits, separates two numbers.
+    found = re.sub(r" (?<![0-9.] (?=[0-9.]))(?<!, (?=[0-9]{3}(?![0-9])))", "", found)
+    found = re.sub(r"([_^])\{(\w)\}", r"\1\2", _END.sub("", found))
+    return re.sub(r"^\{([^{]*)\}$|^\(([A-Za-z]+)\)$", r"\1\2", found)
 
 
+def is_word(text: str) -> bool:
+    """Returns whether a text is a word, not variables. A word of four or more letters holds a vowel and a letter after e."""
+    if len(text) <= 3:
+        return text.lower() in ("no", "yes", "odd", "all", "any", "red", "one", "two", "six", "ten")
+    letters = re.fullmatch("(?i)(?=.*[aeiou])(?=.*[f-z])[a-z,.'()-]+", text)
+    return letters is not None and (text.isupper() or text[1:].islower())
+
+
+@lru_cache(maxsize=4096)
 def _simplified(text: str) -> str:
     """Replaces alternative notations by a single one, and removes currency signs and spacing commands."""
-    text = plain(text).translate(_SIGNS)
+    text = numerals.plain(text)
     # In a matrix, a double backslash separates rows. Elsewhere it is a backslash that was escaped twice.
-    text = text.replace("\\\\", "\1" if "matrix" in text else "\\")
-    text = re.sub(r"\\begin\s*\{[pb]?matrix\}", "⟦", re.sub(r"\\end\s*\{[pb]?matrix\}", "⟧", text))
+    text = text.replace("\\\\", "\1" if re.search("matrix|array", text) else "\\")
+    text = re.sub(_MATRIX, lambda match: "⟦(" if match[1] == "begin" else ")⟧", text)
+    if "⟦" in text:
+        text = re.sub(r"\x01\s*(?=\)⟧)", "", text.replace("&", ",")).replace("\1", "),(")
+    text = re.sub(r"\\mathbb\s*(?:R|\{\s*R\s*\})", "\u211d", text)
+    text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "°", text)
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
-    text = _JOINED_THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
-    text = _COMMAND.sub(lambda match: _COMMANDS.get(match[1], match[0]), text)
-    text = re.sub(r"\.{3,}", "…", re.sub(r"\s!=", "≠", _PERCENT.sub("%", text)))
+    text = re.sub(_JOINED_THOUSANDS, lambda match: re.sub("[^0-9]", "", match[0]), text)
+    text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match[1], match[0]), text)
+    text = re.sub(r"\.{3,}", "…", re.sub(r"\s!=", "≠", re.sub(_PERCENT, "%", text)))
     if text.count("$") == 1:
         text = _ONE_DOLLAR.sub(r" \1", text)  # a currency sign
-    return _SPACING.sub(" ", text)
+    return re.sub(r"(?:\\[,;:! ]|~|\s)+", " ", text)
 
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> ReadAnswer | None:
     """Parses the text. Returns None if it cannot be parsed as a whole."""
-    if re.search("[\0\1\2]", text):  # this module uses these characters as placeholders
+    if text.isascii() and text.isdigit():  # for speed
+        return ReadAnswer(sympy.Rational(*numerals.value(text).as_integer_ratio()), False, {}, False)
+    if re.search("[\0-\5§]", text):  # this module uses these characters as placeholders
         return None
     try:
         core, percent = _core(_simplified(text))
         reader = _FormulaParser(core)
         found = reader.statement()
-        return ReadAnswer(core, found, percent, reader.decimals)
-    except (UnreadableError, RecursionError, ArithmeticError, TypeError, ValueError):
+        return ReadAnswer(found, percent, reader.decimals, reader.undone)
+    except (RecursionError, ArithmeticError, TypeError, ValueError):
         return None
 
 
 def _core(text: str) -> tuple[str, bool]:
     """Removes words and units from a text. Returns the remaining formula and whether it is a percentage. The text must contain exactly one formula."""
-    text = _CONJUNCTION.sub("\2", re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text))
-    text = _UPRIGHT.sub(_upright, text)
-    parts = _MARKS.split(text)
-    if len(parts) > 1:
-        if len(parts) % 2 == 0:
-            raise UnreadableError("a formula that is not closed")
-        # Text between math delimiters is mathematics, and all letters outside them are prose.
-        text = "".join(
-            f" {part} " if place % 2 else re.sub(r"[A-Za-z]+", _word, part)
-            for place, part in enumerate(parts)
-        )
-    else:
-        prose = bool(_PROSE.search(text))
-        text = _WORDS.sub(lambda match: _letters(match, prose), text)
-    # Removes possessive endings, as in Brandon's, and words in parentheses.
-    text = re.sub("\0'(?:[a-z]|\0)|\\(\\s*\0[\0\\s]*\\)", "\0", text)
-    if not any(rf"\{name}" in text for name in _FUNCTIONS):
-        text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°", "", text)
-    pieces = [piece.strip(' "`,;:?').rstrip(". ") for piece in _UNIT_POWER.split(text)]
-    where = [place for place, piece in enumerate(pieces) if re.search(r"[^\s()\[\]{}-]", piece)]
-    # Skips single letters that are not the last piece. They are words, or names as in "the value of x is 5".
-    where = [place for place in where if place == where[-1] or not re.fullmatch("[A-Za-z]", pieces[place])]
-    if len(where) != 1:
-        raise UnreadableError("no mathematics, or several pieces")
-    core = pieces[where[0]]
-    if where[0] and re.match(r"[-+*/^_!|] |[+*/^_!]", core):
-        raise UnreadableError("a word is a part of the formula")
-    core = core.strip("= ") if "\0" in text else core
-    core = core.removeprefix("≈")
+    text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text)
+    text = _CONJUNCTION.sub(lambda match: "\2" if match[1] == "or" else ",", text)
+    text = re.sub(_FIGURE, lambda match: f"§_{{{''.join(filter(None, match.groups()))}}}", text)
+    text = re.sub(_UPRIGHT, _upright, text)
+    parts = re.split(r"\$\$?|\\[()\[\]]", text)
+    _require(len(parts) % 2, "a formula that is not closed")
+    # Letters between math delimiters, and in a text without delimiters and sentences, may be variables.
+    prose = len(parts) > 1 or bool(_PROSE.search(text))
+    replacements = [partial(_letters, prose=prose), partial(_letters, prose=False)] * len(parts)
+    text = f" {' '.join(map(_BARE.sub, replacements, parts))} "
+    text = re.sub(rf"\(\s*{UNIT}\s*\)", UNIT, text)
+    text = re.sub(rf"(?<!\S)[A-Za-z]\s+(?={COPULA})", " ", text)  # a name, as in "the value of x is 5"
+    pieces = [re.sub(r'^\s*(["`])(.*)\1\s*$', r"\2", piece) for piece in _PLACEHOLDERS.split(text)]
+    pieces = [_END.sub("", piece.lstrip(" ,;:")) for piece in pieces]
+    where = [place for place in range(0, len(pieces), 2) if pieces[place]]
+    _require(len(where) == 1, "no mathematics, or several pieces")
+    core, before, after = pieces[where[0]], pieces[: where[0]], pieces[where[0] + 1 :]
+    _require(UNIT not in "".join(before).rpartition(COPULA)[2], "a unit before the number")
+    _require(not (core.endswith("%") and UNIT in "".join(after)), "a unit after a percentage")
+    _require(not (before and re.match(r"[-+*/^_!|] |[+*/^_!]", core)), "a word is a part of the formula")
+    core = (core.lstrip("= ") if before else core).removeprefix("≈")
     return re.sub(r"\s*%$", "", core), core.endswith("%")
-
-
-def _word(match: re.Match[str]) -> str:
-    if match[0].lower() in _CHANGING:
-        raise UnreadableError(f"{match[0]} changes the number")
-    return "\0"
 
 
 def _upright(match: re.Match[str]) -> str:
@@ -216,47 +200,49 @@ def _upright(match: re.Match[str]) -> str:
     style, inner = match[1], match[2].strip()
     if inner in _FUNCTIONS:
         return rf"\{inner} "
-    if style == "operatorname" or re.match(r"\s*[(\[_]", match.string[match.end() :]):
-        raise UnreadableError(f"an unknown function {inner}")
-    letter = len(inner) == 1 and inner.isalpha()
-    if letter and (style.startswith(("mathb", "mathi", "bold")) or inner not in _UNIT_LETTERS):
+    followed = re.match(r"\s*[(\[_]", match.string[match.end() :])
+    _require(style != "operatorname" and not followed, f"an unknown function {inner}")
+    variable = inner not in _UNIT_LETTERS or style[:5] in ("mathb", "mathi", "bolds")
+    if len(inner) == 1 and inner.isalpha() and variable:
         return f" {inner} "
-    glued = re.search(r"[0-9]([A-Za-z]+)", inner)
-    if glued and glued[1] not in _SMALL_UNITS and glued[1] not in _UNIT_LETTERS:
-        raise UnreadableError(f"{glued[1]} is not a separate word")
-    return " " + re.sub(r"[A-Za-z]+", _word, inner) + " "
+    words = {word: UNIT if word in _UNIT_LETTERS else placeholder(word) for word in WORD.findall(inner)}
+    _require(all(words.values()), f"{inner} may change the number")
+    return f" {WORD.sub(lambda word: words[word[0]], inner)} "
 
 
-def _letters(match: re.Match[str], prose: bool) -> str:
-    """Replaces letters outside math delimiters. They may be a command, a word or a product of variables."""
-    letters = match[0]
-    if letters.startswith("\\"):
+def _letters(match: re.Match[str], *, prose: bool) -> str:
+    """Replaces letters: a command, a word, a function, the name of a figure such as AB, or a product of up to three variables."""
+    letters, before, after = match[0], match.string[: match.start()][-1:], match.string[match.end() :]
+    if prose and letters in ("a", "A", "I") and not before.strip() and re.match(r"\s+[A-Za-z]{2}", after):
+        return FILLER
+    if letters[0] == "\\" or "_" in letters or len(letters) == 1:
         return letters
-    if letters == "sec" and not match.string[match.end() :].strip(" .$"):
-        return "\0"  # "sec" at the end of the text means seconds; elsewhere, it is the secant function
+    if letters == "sec" and not after.strip(" .$"):
+        return UNIT  # "sec" at the end of the text means seconds; elsewhere, it is the secant function
     if letters in _FUNCTIONS or letters == "sqrt":
         return rf"\{letters}"
     if letters in ("pi", "infinity", "infty"):
         return "π" if letters == "pi" else "∞"
-    if letters in _SMALL_UNITS:
-        return "\0"
-    if not prose and len(letters) <= 3:
-        return letters
-    before, after = match.string[: match.start()][-1:], match.string[match.end() :][:1]
-    if re.match(r"[0-9)}_^]", before) or re.match(r"[(\[{_0-9]", after):
-        raise UnreadableError(f"{letters} is not a separate word")
-    return _word(match)
+    found = placeholder(letters)
+    joined = re.match(r"[0-9)}_^]", before) or re.match(r"[(\[{_^0-9]|\s*=", after)
+    if found and (prose or not joined or (found == UNIT and before not in tuple("_^}"))):
+        return found
+    if letters.isupper() and re.match(r"\s*[=≈]", after):
+        return f"§_{{{letters}}}"
+    variables = len(letters) <= 3 and letters.isalpha() and not letters.isupper() and not is_word(letters)
+    _require(variables and not prose, f"{letters} is not known")
+    return letters
 
 
 class _FormulaParser:
-    """A recursive descent parser with one method per grammar rule. Raises UnreadableError for text that matches no rule."""
+    """A recursive descent parser with one method per grammar rule. Raises ValueError for text that matches no rule."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
         self.decimals: dict[Any, Any] = {}
-        self.depth = self.bars = 0
+        self.depth = self.bars = self.angle = 0
         self.plus_minus = 1
-        self.divided = False
+        self.divided = self.undone = False
 
     def statement(self) -> Any:
         """Parses the whole text. If it contains a plus-minus sign, returns both values."""
@@ -270,99 +256,101 @@ class _FormulaParser:
         return Several("", (found, other), "")
 
     def _all(self) -> Any:
-        found = self._items()
-        if self._take(r"\S"):
-            raise UnreadableError(f"at {self.text[self.at - 1 :]!r}")
-        return found[0] if len(found) == 1 else Several("", tuple(found), "")
+        found = self._separated(self._relation, "[,;\2]")
+        _require(not self._take(r"\S"), f"at {self.text[self.at - 1 :]!r}")
+        closed = "or" if self.text.count("\2") == len(found) - 1 else ""
+        return found[0] if len(found) == 1 else Several("", tuple(found), closed)
 
     def _take(self, pattern: str) -> re.Match[str] | None:
-        match = re.compile(rf"\s*(?:{pattern})").match(self.text, self.at)
-        if match:
+        if match := _spaced(pattern).match(self.text, self.at):
             self.at = match.end()
         return match
 
     def _sees(self, pattern: str) -> bool:
-        return re.compile(rf"\s*(?:{pattern})").match(self.text, self.at) is not None
+        return _spaced(pattern).match(self.text, self.at) is not None
 
-    def _need(self, pattern: str) -> None:
-        if not self._take(pattern):
-            raise UnreadableError(f"expected {pattern} at {self.text[self.at :]!r}")
-
-    def _items(self) -> list[Any]:
-        found = [self._relation()]
-        while self._take("[,;\2]"):
-            found.append(self._relation())
+    def _separated(self, parse: Callable[[], Any], sign: str) -> list[Any]:
+        found = [parse()]
+        while self._take(sign):
+            found.append(parse())
         return found
 
     def _relation(self) -> Any:
-        sides, signs = [self._union()], []
-        while sign := self._take(r"<=|>=|[=<>≤≥≠≈∈]"):
-            signs.append({"<=": "≤", ">=": "≥", "∈": "="}.get(sign[0].strip(), sign[0].strip()))
+        undone, sides, signs, numbers, sign = self.undone, [], [], [], None
+        while not sides or sign:
+            self.undone = False
             sides.append(self._union())
+            if not isinstance(sides[-1], sympy.Expr) or sides[-1].is_number:
+                numbers.append(self.undone)
+            if sign := self._take(r"<=|>=|[=<>≤≥≠≈∈]"):
+                signs.append({"<=": "≤", ">=": "≥", "∈": "="}.get(sign[0].strip(), sign[0].strip()))
+        # In x = 17*23 = 391, the number is worked out.
+        self.undone = undone or (bool(numbers) and all(numbers))
         if "≈" in signs:
             # Keeps the exact sides before the first ≈. If there is only a name such as x before it, keeps the value after it, too.
             exact = signs.index("≈")
             end = exact + 2 if exact == 0 and is_name(sides[0]) else exact + 1
             sides, signs = sides[:end], ["="] * (end - 1)
+        if set(signs) <= {">", "≥"}:  # also if there is no sign
+            sides, signs = sides[::-1], [{">": "<", "≥": "≤"}[sign] for sign in signs[::-1]]
         return Relation(tuple(sides), tuple(signs)) if signs else sides[0]
 
     def _union(self) -> Any:
-        parts = [self._sum()]
-        while self._take(UNION):
-            parts.append(self._sum())
-        if len(parts) == 1:
-            return parts[0]
-        if not all(isinstance(part, Several) for part in parts):
-            raise UnreadableError("a union of numbers")
-        return Several(UNION, tuple(parts), "")
+        parts = self._separated(self._sum, UNION)
+        _require(len(parts) == 1 or all(isinstance(part, Several) for part in parts), "a union of numbers")
+        return parts[0] if len(parts) == 1 else Several(UNION, tuple(parts), "")
 
     def _sum(self) -> Any:
-        found = None
+        if infinity := self._take(r"[-+]?\s*∞"):  # arithmetic with it has no exact value
+            return -sympy.oo if "-" in infinity[0] else sympy.oo
+        found, numbers = None, 0
         while found is None or self._sees("[-+±∓]"):
-            sign = self._sign()
+            second = found is not None and self._sees(r"\+\s*-")  # the minus in 3 + -2
+            sign = self._sign() * (self._sign() if second else 1)
             term = self._product()
-            if found is None and sign == 1:
-                found = term
-            else:
-                found = _number(0 if found is None else found) + sign * _number(term)
+            numbers += isinstance(term, sympy.Rational)
+            self.undone |= numbers > 1
+            found = term if found is None and sign == 1 else _number(found or 0) + sign * _number(term)
         return found
 
     def _sign(self) -> int:
-        match = self._take("[-+±∓]")
-        if match is None:
-            return 1
-        return {"-": -1, "±": self.plus_minus, "∓": -self.plus_minus}.get(match[0].strip(), 1)
+        sign = self._take("[-+±∓]")
+        return {"-": -1, "±": self.plus_minus, "∓": -self.plus_minus}.get(sign[0].strip() if sign else "", 1)
 
     def _product(self) -> Any:
-        self.divided = False
+        self.divided, tens = False, self._sees(_POWER_OF_TEN)
         found = self._factor()
+        over, under = [tens] * isinstance(found, sympy.Rational), 0
         while True:
-            if sign := self._take(r"\*(?!\*)|/"):
-                factor = _number(self._sign() * _number(self._factor()))
-                divided = sign[0].strip() == "/"
-                if divided and factor == 0:
-                    raise UnreadableError("a division by zero")
-                found = _number(found) / factor if divided else _number(found) * factor
-                self.divided = divided
-            elif self._sees(r"[A-Za-zπ({√]|\\(?!\}|rangle)") or (not self.bars and self._sees(r"\|")):
-                if self.divided:
-                    raise UnreadableError("1/2x is ambiguous")
-                found = _number(found) * _number(self._factor())
-            else:
+            # Two factors that are numbers are left to be worked out, except in 3*10^8.
+            self.undone |= len(over) > 2 or (len(over) == 2 and sum(over) != 1) or under > 1
+            tens = self._sees(rf"\*\s*{_POWER_OF_TEN}")
+            sign = self._take(r"\*(?!\*)|/")
+            if not (sign or self._sees(_FACTOR) or (not self.bars and self._sees(r"\|"))):
                 return found
+            _require(sign or not self.divided, "1/2x is ambiguous")
+            factor = _number((self._sign() if sign else 1) * _number(self._factor()))
+            self.divided = sign is not None and sign[0].strip() == "/"
+            _require(not self.divided or factor != 0, "a division by zero")
+            letters = factor.free_symbols or _number(found).free_symbols
+            found = found / factor if self.divided else found * factor
+            _require(found != 0 or not letters, "0 times a variable, which may be a word")
+            under += self.divided and factor.is_Rational
+            over += [tens] if factor.is_Rational and not self.divided else []
 
     def _factor(self) -> Any:
         found = self._base()
         if self._take("!"):
             found = _number(found)
-            if self._sees("!") or not (found.is_Symbol or (found.is_Integer and 0 <= found <= 1000)):
-                raise UnreadableError("a factorial that is not evaluated")
+            evaluated = found.is_Symbol or (found.is_Integer and 0 <= found <= 1000)
+            _require(evaluated and not self._sees("!"), "a factorial that is not evaluated")
             found = sympy.factorial(found)
         if self._take(r"\^|\*\*"):
             found = _power(_number(found), _number(self._exponent()))
-        if self._sees(r"\^|\*\*|!|_"):
-            raise UnreadableError("a power of a power, or a number with a subscript")
-        return found
+        _require(not self._sees(r"\^|\*\*|!|_"), "a power of a power, or a number with a subscript")
+        if not self._take("°" if self.angle else _DEGREES):
+            return found
+        return _number(found) * (sympy.pi / 180 if self.angle else 1)
 
     def _exponent(self) -> Any:
         sign = self._sign()
@@ -370,77 +358,54 @@ class _FormulaParser:
 
     def _argument(self) -> Any:
         r"""Parses the argument of \frac or \sqrt: a group, a digit, a letter or a command."""
-        if digit := self._take("[0-9]"):
-            return sympy.Integer(digit[0].strip())
-        if not self._sees(r"[{(A-Za-zπ\\]"):
-            raise UnreadableError("no argument")
-        return _number(self._base())
+        digit = self._take("[0-9]")
+        _require(digit or self._sees(r"[{(A-Za-zπ\\]"), "no argument")
+        return sympy.Integer(digit[0].strip()) if digit else _number(self._base())
 
     def _base(self) -> Any:
         if self._take(r"\\frac(?![A-Za-z])"):
             over, under = self._argument(), self._argument()
-            if under == 0:
-                raise UnreadableError("a division by zero")
+            _require(under != 0, "a division by zero")
             return over / under
         if self._take(r"\\binom(?![A-Za-z])"):
             above, below = self._argument(), self._argument()
-            if not all(each.is_Integer and 0 <= each <= 1000 for each in (above, below)):
-                raise UnreadableError("a binomial coefficient that is not evaluated")
+            _require(all(x.is_Integer and 0 <= x <= 1000 for x in (above, below)), "a binomial left to do")
             return sympy.binomial(above, below)
         if self._take(r"\\sqrt(?![A-Za-z])|√"):
-            root = sympy.Integer(2)
-            if self._take(r"\["):
-                root = _number(self._sum())
-                self._need(r"\]")
+            root = _number(self._sum()) if (opened := self._take(r"\[")) else sympy.Integer(2)
+            _require(not opened or self._take(r"\]"), "a root that is not closed")
             long = self.text[self.at - 1] == "√" and self._sees("[0-9]")
             return _power(self._numeral() if long else self._argument(), root**-1)
-        if self._take("⟦"):
-            return self._matrix()
         if name := self._take(rf"\\({'|'.join(_FUNCTIONS)})(?![A-Za-z])"):
             return self._function(name[1])
-        if name := self._take(rf"\\({'|'.join(_GREEK)})(?![A-Za-z])|([A-Za-z])"):
+        if name := self._take(rf"\\({_GREEK})(?![A-Za-z])|([A-Za-z§])"):
             return self._letter(name[1] or name[2])
-        if self._take("π"):
-            return sympy.pi
-        if self._take("∞"):
-            return sympy.oo
+        if sign := self._take("[π\u211d]"):
+            return _CONSTANTS[sign[0].strip()]
         if self._take(r"\|"):
             self.bars += 1
             found = sympy.Abs(_number(self._sum()))
             self.bars -= 1
-            self._need(r"\|")
+            _require(self._take(r"\|"), "an absolute value that is not closed")
             return found
-        if opened := self._take(r"\(|\[|\\\{|\{|\\langle"):
+        if opened := self._take(r"\(|\[|⟦|\\\{|\{|\\langle"):
             return self._bracket(opened[0].strip())
         return self._mixed()
 
     def _bracket(self, opened: str) -> Any:
         bars, self.bars, divided = self.bars, 0, self.divided
         self.depth += 1
-        items = self._items()
+        items = self._separated(self._relation, "[,;\2]")
         self.depth -= 1
         self.bars, self.divided = bars, divided
-        closed = self._take({"{": r"\}", r"\{": r"\\\}", r"\langle": r"\\rangle"}.get(opened, r"[)\]]"))
-        if closed is None:
-            raise UnreadableError("a bracket that is not closed")
-        pair = (opened, closed[0].strip())
-        if len(items) == 1 and pair in (("(", ")"), ("{", "}")):
-            return items[0]
-        if pair == ("{", "}"):
-            pair = (r"\{", r"\}")
-        return Several(pair[0], tuple(items), pair[1])
-
-    def _matrix(self) -> Several:
-        self.depth += 1
-        rows = [[self._sum()]]
-        while sign := self._take("&|\1"):
-            if sign[0].strip() == "&":
-                rows[-1].append(self._sum())
-            elif not self._sees("⟧"):
-                rows.append([self._sum()])
-        self.depth -= 1
-        self._need("⟧")
-        return Several("matrix", tuple(Several("(", tuple(row), ")") for row in rows), "")
+        closers = {"{": r"\}", "⟦": "⟧", r"\{": r"\\\}", r"\langle": r"\\rangle"}
+        closed = self._take(closers.get(opened, r"[)\]]"))
+        _require(closed, "a bracket that is not closed")
+        if opened == "{" and len(items) > 1:
+            return Several(r"\{", tuple(items), r"\}")
+        found = Several(opened, tuple(items), closed[0].strip() if closed else "")
+        single = found.opened + found.closed in ("()", "{}") or getattr(items[0], "opened", "") == "⟦"
+        return items[0] if single and len(items) == 1 else found
 
     def _function(self, name: str) -> Any:
         base, power = (), None
@@ -450,41 +415,37 @@ class _FormulaParser:
             power = _number(self._exponent())
             if power == -1 and name in ("sin", "cos", "tan"):
                 name, power = f"arc{name}", None
-            elif not power.is_positive:
-                raise UnreadableError("sin^-2 is ambiguous")
+            _require(power is None or power.is_positive, "sin^-2 is ambiguous")
         # sin(x)^2 is the square of the sine, but sin x^2 is the sine of x^2. In sin 2x, the argument is the product 2x.
         bracketed = self._sees(r"[({]")
+        self.angle += 1
         argument = _number(self._base() if bracketed else self._factor())
-        while not bracketed and self._sees(rf"[A-Za-zπ]|\\(?:frac|sqrt|{'|'.join(_GREEK)})(?![A-Za-z])"):
+        while not bracketed and self._sees(rf"[A-Za-zπ]|\\(?:frac|sqrt|{_GREEK})(?![A-Za-z])"):
             argument *= _number(self._factor())
-        found = _FUNCTIONS[name](argument, *base)
-        return _number(found) if power is None else _power(_number(found), power)
+        self.angle -= 1
+        found = _number(_FUNCTIONS[name](argument, *base))
+        return found if power is None else _power(found, power)
 
     def _letter(self, name: str) -> Any:
         if index := self._take(r"_\s*(?:\{([A-Za-z0-9+\-, ]*)\}|([A-Za-z0-9]))"):
             return sympy.Symbol(f"{name}_{(index[1] or index[2] or '').replace(' ', '')}", real=True)
         if name in "ei" and len(name) == 1:
             return sympy.E if name == "e" else sympy.I
-        if name in "fgh" and self._take(r"\("):
-            argument = _number(self._bracket("("))
-            return sympy.Function(name)(argument)
+        if name not in "fgh" and (call := self._take(_CALL)):
+            return sympy.Symbol(f"{name}({call[1]})", real=True)
+        if name in "fgh" and self._take(r"\("):  # equal arguments give equal values
+            return sympy.Symbol(f"{name}({_number(self._bracket('('))})", real=True)
         return sympy.Symbol(name, real=True)
 
     def _mixed(self) -> Any:
         start = self.at
         found = self._numeral()
-        if not self.text[start : self.at].strip().isdigit():
+        whole = self.text[start : self.at].strip().isdigit()
+        if not (whole and (part := self._take(_REST_OF_MIXED))):
             return found
-        part = self._take(r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])")
-        if part:
-            self.divided = True
-        else:
-            part = self._take(r"\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
-        if not part:
-            return found
+        self.divided = "/" in part[0]
         over, under = [int(group) for group in part.groups() if group]
-        if not 0 < over < under:
-            raise UnreadableError("neither a mixed number nor clearly a product")
+        _require(found and 0 < over < under, "neither a mixed number nor clearly a product")
         return found + sympy.Rational(over, under)
 
     def _numeral(self) -> Any:
@@ -492,11 +453,11 @@ class _FormulaParser:
             whole, fixed, again = part[1] or "0", part[2], part[3] or part[4]
             nines = 10 ** len(again) - 1
             return sympy.Rational(int(whole + fixed) * nines + int(again), nines * 10 ** len(fixed))
-        part = self._take(NUMERAL.pattern if self.depth else GROUPED.pattern)
-        if part is None:
-            raise UnreadableError("no number")
-        text = part[0].strip()
-        found = sympy.Rational(*value(text).as_integer_ratio())
+        whole = rf"(?<!,){_DECIMAL_COMMA}|{numerals.GROUPED.pattern.replace('(?: [0-9]{3})+', '(?!)')}"
+        part = self._take(numerals.NUMERAL.pattern if self.depth else whole)
+        text = re.sub(rf"^{_DECIMAL_COMMA}$", r"\1.\2", part[0].strip() if part else "")
+        _require(text, "no number")
+        found = sympy.Rational(*numerals.value(text).as_integer_ratio())
         mantissa, _, exponent = text.lower().partition("e")
         whole, point, places = mantissa.partition(".")
         if point and len((whole + places).lstrip("0")) >= SIGNIFICANT:
@@ -505,34 +466,30 @@ class _FormulaParser:
 
 
 def is_name(side: Any) -> bool:
-    """Returns whether a side of an equation is a name for the other side, as in `x = 5`, `f(2) = 5`, `a + b = 5` or `x^2 = 5`, but not in `2x = 5`."""
-    if isinstance(side, Several):  # (x, y) = (1, 2)
-        return all(isinstance(item, sympy.Symbol) for item in side.items)
-    if not isinstance(side, sympy.Expr):
-        return False
-    terms: tuple[Any, ...] = sympy.Add.make_args(side)
-    pairs = (term.as_coeff_Mul() for term in terms)
-    return all(abs(factor) == 1 and not rest.is_number for factor, rest in pairs)
+    """Returns whether a side of an equation is a name for the other side: one symbol, one call such as f(2), or a tuple of symbols."""
+    sides = side.items if isinstance(side, Several) and side.opened == "(" else (side,)
+    return all(isinstance(one, sympy.Symbol) for one in sides)
+
+
+def _require(condition: object, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)
 
 
 def _number(found: Any) -> Any:
-    if not isinstance(found, sympy.Expr) and not isinstance(found, int):
-        raise UnreadableError("arithmetic with lists or relations")
-    if isinstance(found, sympy.Expr) and found.has(sympy.nan, sympy.zoo):
-        raise UnreadableError("an undefined value")
+    _require(isinstance(found, sympy.Expr | int), "arithmetic with lists or relations")
+    _require(isinstance(found, int) or not found.has(sympy.nan, sympy.zoo), "an undefined value")
     return found
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Returns a power. Raises UnreadableError if it would be very large, because responses are untrusted."""
+    """Returns a power. Raises ValueError if it would be very large, because responses are untrusted."""
+    _require(base != 0 or exponent.is_positive, "an undefined value")
     if exponent.is_Rational:
-        size = abs(exponent)
-        if base.is_Rational:
-            bits = max(abs(base.p), base.q).bit_length()
-            if bits > 1 and bits * size > MOST_BITS:
-                raise UnreadableError("a very large power")
-        elif size > (50 if base.is_Add else 1000):
-            raise UnreadableError("a very large power")
-    if base == 0 and not exponent.is_positive:
-        raise UnreadableError("an undefined value")
+        bits = max(abs(base.p), base.q).bit_length() if base.is_Rational else 0
+        most = MOST_BITS / bits if bits > 1 else MOST_BITS if bits else 50 if base.is_Add else 1000
+        _require(abs(exponent) <= most or bits == 1, "a very large power")
+        if exponent.q % 2 and exponent.q > 1 and base.is_real and not base.is_nonnegative:
+            # An odd root of a negative number is real, unlike the principal root.
+            return sympy.Abs(base) ** exponent * (sympy.sign(base) if exponent.p % 2 else 1)
     return base**exponent

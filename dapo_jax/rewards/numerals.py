@@ -5,31 +5,24 @@ from decimal import Decimal
 from fractions import Fraction
 from unicodedata import numeric
 
-
-def _fraction(sign: str) -> str:
-    over, under = Fraction(numeric(sign)).limit_denominator(8).as_integer_ratio()
-    return rf"\frac{{{over}}}{{{under}}}"
-
-
-_PLAIN = str.maketrans(
-    {
-        # Hyphens, dashes and minus signs are in the first line, spaces in the second.
-        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
-        **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
-        **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
-        **dict.fromkeys("\u00f7\u2044\u2215", "/"),
-        **{sign: _fraction(sign) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
-    }
-)
+_PLAIN = str.maketrans({
+    # Full-width ASCII is in the first line, hyphens, dashes and minus signs are in the second, spaces in the third.
+    **{sign + 0xFEE0: sign for sign in range(33, 127)},
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
+    **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
+    **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
+    **dict.fromkeys("\u00f7\u2044\u2215", "/"), "≃": "≈", "⩽": "≤", "⩾": "≥",
+    **{sign: "\\frac{{{}}}{{{}}}".format(*Fraction(numeric(sign)).limit_denominator(8).as_integer_ratio()) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
+})  # fmt: skip
 _RAISED, _LOWERED = "⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "₊₋₀₁₂₃₄₅₆₇₈₉"
-_SHIFTED = re.compile(f"(?P<raised>[{_RAISED}]+)|[{_LOWERED}]+")
+_SHIFTED = re.compile(f"([{_RAISED}]+)|[{_LOWERED}]+")
 _UNSHIFTED = str.maketrans(_RAISED + _LOWERED, "+-0123456789" * 2)
 
 _EXPONENT = r"(?:[eE][-+]?[0-9]{1,4}(?![0-9.]))?"
 NUMERAL = re.compile(rf"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+){_EXPONENT}")
 """Matches digits with an optional decimal point and an optional exponent, as in 3e8."""
 GROUPED = re.compile(
-    rf"[1-9][0-9]{{0,2}}(?:[, ][0-9]{{3}})+(?![0-9]|,[0-9])(?:\.[0-9]+)?{_EXPONENT}|{NUMERAL.pattern}"
+    rf"[1-9][0-9]{{0,2}}(?:(?:,[0-9]{{3}})+|(?: [0-9]{{3}})+)(?![0-9]|,[0-9])(?:\.[0-9]+)?{_EXPONENT}|{NUMERAL.pattern}"
 )
 """Like `NUMERAL`, but also matches numbers with commas or spaces between groups of three digits."""
 _NUMBER = re.compile(
@@ -37,22 +30,48 @@ _NUMBER = re.compile(
     rf"(?:\s*/\s*(?P<under>{GROUPED.pattern}))?"
 )  # fmt: skip
 
-CHANGING_BEFORE = ("not", "minus", "plus", "negative", "times", "than", "half", "twice", "double", "root", "over")  # fmt: skip
-CHANGING_AFTER = (
-    "half", "halves", "third", "thirds", "quarter", "quarters", "fourths", "fifths", "tenths", "hundredths", "dozen", "hundred",
-    "hundreds", "thousand", "thousands", "million", "millions", "billion", "billions", "trillion", "trillions", "squared", "cubed",
-    "base", "mod", "modulo", "divided", "multiplied", "factorial",
-)  # fmt: skip
-"""Words that change the value of a number if they precede it (`CHANGING_BEFORE`) or follow it (`CHANGING_AFTER`)."""
+FILLER, UNIT, COPULA, PER_AREA = "\0", "\3", "\4", "\5"
+"""Placeholders for words that do not change a number: anywhere, only after the number, words such as "is", and square or cubic before a unit."""
+WORD = re.compile(r"[A-Za-z]+(?:['\u2019][A-Za-z]+)*")
+_UNITS = """
+    meter metre centimeter centimetre millimeter kilometer kilometre inch inches foot feet yard mile acre hectare liter litre milliliter gallon quart
+    pint cup ounce pound gram kilogram milligram ton tonne second minute hour day week month year degree radian celsius fahrenheit kelvin dollar cent
+    euro rupee peso yen yuan buck dime nickel penny pennies watt volt joule newton hertz calorie byte mph kph kmh unit point mark percentage way time
+    people person men man women woman child children boy girl student kid friend player teacher member guest worker employee passenger customer piece
+    book page apple orange banana egg cookie marble box boxes card bag bottle pencil pen block game tree ticket sticker flower candy candies car truck
+    bus buses bike wheel animal dog cat cow hen chicken fish bird sheep rabbit toy ball doll bead coin stamp shirt hat photo picture cake pie pizza
+    slice sandwich meal serving seed plant leaf leaves rose shell tile brick row table chair room floor house seat bar basket jar can glass glasses
+    package letter word question problem lesson class classes movie song story stories step trip clip item vote gift video phone goal face edge
+    vertices side triangle digit outcome combination permutation arrangement"""
+_FILLERS = """
+    the this that these an it its there so thus hence therefore then finally answer answers result value values solution solutions total final correct
+    required of in for to we get have obtain find he she they has had you i'd per hope our usd eur gbp inr us about approximately approx roughly
+    exactly only number amount count cost price area perimeter volume length width height distance speed age probability chance measure equation
+    function altogether here largest smallest greatest special identity matrix old left remaining long tall wide away"""
+_SHORT_UNITS = """cm mm km kg mg ml mL ft in lb lbs oz yd mi hr hrs sec min cc gal mol Hz kHz MHz GHz kW kWh cal rad deg pt pts pcs st nd rd th"""
+_WORDS = {
+    **dict.fromkeys(_UNITS.split(), UNIT),
+    **dict.fromkeys(_FILLERS.split(), FILLER),
+    **dict.fromkeys(("square", "cubic", "sq", "cu"), PER_AREA),
+    **dict.fromkeys(("is", "are", "was", "were", "equal", "equals", "it's"), COPULA),
+}
+
+
+def placeholder(word: str) -> str:
+    """Returns the placeholder of a word that does not change a number, or an empty text for any other word, such as eighths.
+
+    >>> placeholder("The") == FILLER, placeholder("apples") == UNIT, placeholder("isn't"), placeholder("eighths")
+    (True, True, '', '')
+    """
+    small = word.lower()
+    unit = word in _SHORT_UNITS.split() or _WORDS.get(small.removesuffix("s")) == UNIT
+    return _WORDS.get(small, UNIT if unit else "")
 
 
 def plain(text: str) -> str:
     """Rewrites Unicode characters as ASCII or LaTeX: minus, times and division signs, spaces, fractions such as ½, super- and subscripts."""
-
-    def unshifted(match: re.Match[str]) -> str:
-        return ("^" if match["raised"] else "_") + "{" + match[0].translate(_UNSHIFTED) + "}"
-
-    return _SHIFTED.sub(unshifted, text).translate(_PLAIN)
+    shifted = _SHIFTED.sub(lambda run: f"{'^' if run[1] else '_'}{{{run[0].translate(_UNSHIFTED)}}}", text)
+    return shifted.translate(_PLAIN)
 
 
 def value(numeral: str) -> Fraction:
@@ -66,17 +85,9 @@ def number(text: str) -> Fraction | None:
     >>> number("-2 2/3"), number("1,200.50"), number("3-5")
     (Fraction(-8, 3), Fraction(2401, 2), None)
     """
-    match = _NUMBER.fullmatch(text)
-    if match is None:
+    if (match := _NUMBER.fullmatch(text)) is None:
         return None
-    found = value(match["over"])
-    if match["under"] is not None:
-        under = value(match["under"])
-        if not under:
-            return None
-        found /= under
-    if match["whole"] is not None:
-        if not 0 < found < 1:
-            return None
-        found += value(match["whole"])
-    return -found if match["sign"] == "-" else found
+    over, under, whole = value(match["over"]), value(match["under"] or "1"), value(match["whole"] or "0")
+    if not under or (match["whole"] and not (whole and 0 < over / under < 1)):
+        return None
+    return (over / under + whole) * (-1 if match["sign"] == "-" else 1)

@@ -5,6 +5,8 @@ import time
 import pytest
 
 from dapo_jax.rewards import GRADERS
+from dapo_jax.rewards.numerals import PER_AREA, UNIT, placeholder
+from tests.rewards.words import ENGLISH_WORDS, NUMBER_WORDS
 
 grade = GRADERS["gsm8k"]
 
@@ -38,7 +40,18 @@ grade = GRADERS["gsm8k"]
         ("<think>#### 72</think>\nSo it is 73.", "72", "73", False),
         ("<think>72", "72", None, False),
         ("So it is 73. <think>72?</think>", "73", "73", True),
-        ("#### ７", "7", None, False),  # noqa: RUF001 - full-width digits
+        ("#### ７", "7", "7", True),  # noqa: RUF001 - full-width digits
+        ("#### 12 more", "12", "12 more", False),  # a word that is not on the list
+        ("12 more", "12", "12", True),
+        ("#### no: 73", "73", "no: 73", False),
+        ("Total: 72!", "72", "72", True),
+        ("#### 72!", "72", "72!", False),
+        ("#### x = 72", "72", "72", True),
+        ("#### (72", "72", "(72", False),
+        ("#### 72=", "72", "72=", False),
+        ("#### square 72", "72", "square 72", False),
+        ("#### 72 square", "72", "72 square", False),
+        ("#### 72 square feet", "72", "72", True),
     ],
 )
 def test_numbers(response, answer, extracted, correct):
@@ -56,15 +69,17 @@ READ = [
     *[("1e3", "1000"), ("1.5e-3", "0.0015"), ("3E+2", "300"), ("1 000", "1000"), ("1\u202f000", "1000"), ("1,234,567", "1234567")],
     *[("\u22125", "-5"), ("\u20135", "-5"), ("-$5", "-5"), ("$-5", "-5"), ("$1,200.50", "1200.5"), (r"\$72", "72"), ("€72", "72")],
     *[("(5)", "5"), ("10%", "10"), ("10\\%", "10"), ("1.", "1"), ("**72**", "72"), (r"$\boxed{72}$.", "72"), (r"\(72\)", "72")],
-    *[("72km", "72"), ("72 km/h", "72"), ("5m", "5"), ("Total: 72!", "72"), ("`72`", "72"), ("72/1", "72")],
-    *[("no: 73", "73"), ("12 more", "12"), ("3-5", "3-5"), ("3:30", "3:30")],  # the last two are equal as text
+    *[("72km", "72"), ("72 km/h", "72"), ("`72`", "72"), ("72/1", "72")],
+    *[("3-5", "3-5"), ("3:30", "3:30"), ("5 eighths", "5 eighths")],  # equal as text
 ]  # fmt: skip
 FRAGMENTS = [
-    *[("1/2", "1"), ("1/2", "2"), (r"\frac{1}{2}", "2"), ("2 1/2", "2"), ("2½", "2"), ("2 and a half", "2"), ("1/0", "0")],
+    *[("1/2", "1"), ("1/2", "2"), (r"\frac{1}{2}", "2"), ("2 1/2", "2"), ("0 1/2", "0.5"), ("2½", "2"), ("2 and a half", "2"), ("1/0", "0")],
     *[("1e3", "1"), ("1e3", "3"), ("1 000", "1"), ("1 000", "0"), ("1,20", "20"), ("1,20", "120"), ("1.2.3", "1.2")],
     *[("\u22125", "5"), ("-5", "5"), ("minus 5", "5"), ("negative 5", "5"), ("d-5", "-5"), ("x_5", "5"), ("x5", "5"), (">5", "5")],
     *[("3-5", "3"), ("3-5", "5"), ("3:30", "3"), ("3:30", "30"), ("2020-12-25", "25"), ("12/25/2020", "2020"), ("0 + 4", "4")],
     *[("5^2", "5"), ("5²", "5"), ("5²", "52"), ("5_8", "5"), ("2π", "2"), ("√16", "16"), (r"\sqrt{16}", "16"), ("2x", "2")],
+    *[("7 eighths", "7"), ("3 lakh", "3"), ("isn't 5", "5"), ("never 5", "5"), ("the reciprocal of 8", "8"), ("45\xb030", "4530"), ("5m", "5")],
+    *[("1 $234", "1234"), ("1\\left2", "12"), ("5 score", "5"), ("three fourths of 8", "8"), ("5+", "5"), ("5/", "5"), ("odd 5", "5")],
     *[("5 thousand", "5"), ("2 dozen", "2"), ("5k", "5"), ("5 x 3", "3"), ("COVID-19", "-19"), ("5 divided by 3", "3"), ("3x10^3", "3"), ("1 or 2 ####", "2"), ("more than 72", "72")],
 ]  # fmt: skip
 
@@ -89,6 +104,14 @@ def test_a_fragment_does_not_stand_for_the_whole(written, number, answer):
 def test_numbers_are_compared_exactly(number, answer):
     assert not grade(f"#### {number}", answer).correct
     assert grade(f"#### {number}", number).correct
+
+
+def test_a_word_next_to_the_number_after_the_mark_leaves_it_right_only_if_the_word_is_on_the_list():
+    for word in [*ENGLISH_WORDS, *NUMBER_WORDS]:
+        known = placeholder(word) if placeholder(word) != PER_AREA else ""
+        assert grade(f"#### {word} 72", "72").correct == (known not in ("", UNIT)), word
+        assert grade(f"#### 72 {word}", "72").correct == bool(known), word
+        assert grade("#### 72", f"#### 72 {word}").correct == bool(known), word
 
 
 def test_hostile_text_takes_no_time():

@@ -7,9 +7,11 @@ import pytest
 
 from dapo_jax.rewards import GRADERS
 from dapo_jax.rewards.math_grader import TAIL_CHARACTERS
+from dapo_jax.rewards.numerals import PER_AREA, UNIT, placeholder
 from tests.rewards import second_reader
 from tests.rewards.math_pairs import DIFFERENT as DIFFERENT_STATEMENTS
 from tests.rewards.math_pairs import DIFFERENT_RESPONSES, SAME, SAME_RESPONSES
+from tests.rewards.words import ENGLISH_WORDS, NUMBER_WORDS
 
 grade = GRADERS["math"]
 
@@ -88,6 +90,24 @@ def test_exact_numbers_are_compared_exactly_whatever_their_size(power):
     ]:
         assert not unlike([(one, one), (other, other)], correct=True, written="Answer: {}")
         assert not unlike([(one, other), (other, one)], correct=False, written="Answer: {}")
+
+
+def test_a_word_next_to_a_right_answer_leaves_it_right_only_if_the_word_is_on_the_list():
+    assert len(ENGLISH_WORDS) == 3000
+    right_answers = ["12", "$12$", "x = 12", r"\frac{24}{2}", r"\(12\)", "0"]
+    for place, word in enumerate([*ENGLISH_WORDS, *NUMBER_WORDS]):
+        right_answer = right_answers[place % 6]
+        answer = "0" if right_answer == "0" else "12"
+        known = placeholder(word) if placeholder(word) != PER_AREA else ""
+        right = grade(f"Answer: {word} {right_answer}", answer).correct
+        assert right == (known not in ("", UNIT)), word
+        assert grade(f"Answer: {right_answer} {word}", answer).correct == bool(known), word
+
+
+def test_no_word_that_changes_a_number_is_on_the_list():
+    assert [word for word in NUMBER_WORDS if placeholder(word) not in ("", PER_AREA)] == [
+        "times"
+    ]  # as in "5 times"
 
 
 NUMBERS = ["{a}", "-{a}", "{a}.{b}", "{a}/{c}", r"\frac{{{a}}}{{{c}}}", "{a} {b}/{c}", r"{a}\frac{{{b}}}{{{c}}}", "{a}e{b}", "{a}{b}%",

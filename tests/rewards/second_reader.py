@@ -21,10 +21,23 @@ from sympy.parsing.sympy_parser import (
 _KNOWN = frozenset({"sqrt", "pi", "cot", "I", "oo"})
 _RULES = (*standard_transformations, convert_xor, rationalize, split_symbols, implicit_multiplication)
 _NAMES = {"sqrt": sympy.sqrt, "pi": sympy.pi, "cot": sympy.cot, "oo": sympy.oo, "I": sympy.I, "e": sympy.E}
+_ANYWHERE = "is the an he it only result correct equation perimeter greatest answer of in to for"
+_AFTER = (
+    "arrangements cakes carton child combination days dime gallons guests hens hour inches leaf liter meters mile milligram millimeters "
+    "nickel pen point points rabbits strawberries times videos week wheels cm degrees cents"
+)
+
+
+def without_words(text: str) -> str:
+    """The text without the words around it that change no number: of all words of the tests, these are the only ones."""
+    lead, tail = "|".join(_ANYWHERE.split()), "|".join(_ANYWHERE.split() + _AFTER.split())
+    text = re.sub(rf"^(?:(?:{lead}) )+", "", text.strip())
+    return re.sub(rf"(?: (?:{tail})\.?)+$", "", text).strip()
 
 
 def number(text: str) -> Fraction | str:
     """The number that the whole of the text is, in one of the forms of a reference; or else the text itself."""
+    text = re.sub(r"(?<=\d)°$", "", without_words(text))
     text = re.sub(r"^\\[,!()]", "", text.strip().rstrip(".,; ").lstrip(",:; "))
     # Signs and zeros that change nothing: 5/+8, 010, 0+.5, 1!
     text = re.sub(r"(?<!\d)0\+(?=\.)|(?<![\d)}])\+|(?<![\d.,])0+(?=\d)|(?<=(?<!\d)1)!", "", text)
@@ -66,7 +79,7 @@ def same_number(one: str, other: str) -> bool:
     """Whether both are one number, or one text up to spaces and marks around it; a percentage is its number or its hundredth."""
     first, second = number(one), number(other)
     if isinstance(first, str) or isinstance(second, str):
-        marks = r"[\s${}]|\\ |(?<![\d.,])0+(?=\d)|(?<![\d)}])\+"
+        marks = r"\s|\\ |(?<![\d.,])0+(?=\d)|(?<![\d)}])\+"
         bare = [re.sub(marks, "", str(text)) for text in (first, second)]
         return bare[0] == bare[1]
     percent = ("%" in one) - ("%" in other)
@@ -79,9 +92,11 @@ def same_number(one: str, other: str) -> bool:
 
 def value(text: str) -> tuple[str, list[sympy.Expr]] | None:
     """The shape of an answer (its brackets and signs) and its numbers in their order; None if it cannot be read."""
-    text = re.sub(r"\\(?:left|right)(?![a-z])|\\!", "", text.strip()).replace(r"\$", "").strip("$ ")
+    text = re.sub(r"(?<=\d)°$", "", without_words(text))
+    text = re.sub(r"\\(?:left|right)(?![a-z])|\\!", "", text).replace(r"\$", "").strip("$ ")
     text = re.sub(r"(?<=\d),\s*(?=\d{3}(?!\d))", "", text) if not re.search(r"[([]", text) else text
-    text = re.sub(r"\s*\\(?:text|mbox)\{[ a-z]+\}(\^2)?$|\s*\^\\circ\s*$", "", text.rstrip(". "))
+    units = rf"\s*\\(?:text|mbox)\{{ *(?:{'|'.join(_AFTER.split())}) *\}}(\^2)?$|\s*\^\\circ\s*$"
+    text = re.sub(units, "", text.rstrip(". "))
     text = re.sub(r"^[a-z]\s*(?:=|\\in)", "", text)
     text = text.replace(r"\begin{pmatrix}", "<").replace(r"\end{pmatrix}", ">").replace(r"\\", ";")
     text = re.sub(r"\\[dt]?frac", "frac", text).replace(r"\pi", " pi ").replace(r"\cot", " cot ")
