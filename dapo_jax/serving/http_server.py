@@ -28,6 +28,8 @@ _PATIENCE_S = 60
 """Maximum number of seconds for a client to send a request body, or to receive one chunk of a stream."""
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 """Maximum size of a request body: a fixed number of bytes, plus a number of bytes for each token that a prompt may have."""
+_ANSWERS = web.RequestKey("answers", list)
+"""The answers to a request, whose numbers of tokens are logged."""
 _MORE_CONNECTIONS = 320
 """Number of connections allowed in addition to one per response, so that a server with a full queue can still answer new requests with an error."""
 
@@ -221,7 +223,7 @@ class HttpServer(ServerThread):
             status = str(response.status)
             return response
         finally:
-            usages = [answer.usage() for answer in request.get("answers", ())]
+            usages = [answer.usage() for answer in request.get(_ANSWERS, ())]
             tokens = "+".join(
                 str(sum(usage[kind] for usage in usages)) for kind in ("prompt_tokens", "completion_tokens")
             )
@@ -313,7 +315,7 @@ class HttpServer(ServerThread):
         self._connections.works(request.protocol)
         # Parsing runs in a thread, because tokenizing a prompt of several megabytes must not delay other requests.
         asked = await asyncio.to_thread(read, content, limits)
-        request["answers"] = [answer := kind(asked, limits)]
+        request[_ANSWERS] = [answer := kind(asked, limits)]
         async with sampled(self._requests, asked) as arriving:
             if asked.stream and isinstance(answer, ChatAnswer):
                 return await _streamed(request, answer, arriving)
@@ -327,7 +329,7 @@ class HttpServer(ServerThread):
         self._connections.works(request.protocol)
         asked = await asyncio.to_thread(read_completions, content, self._limits)
         parts, answers = [], [CompletionAnswer(each, self._limits) for each in asked]
-        request["answers"] = answers
+        request[_ANSWERS] = answers
         async with AsyncExitStack() as submitted:
             batch = [await submitted.enter_async_context(sampled(self._requests, each)) for each in asked]
             for answer, arriving in zip(answers, batch, strict=True):
