@@ -180,11 +180,9 @@ class MeshLayout(Layout):
         targets: Int[Array, " tokens"],
         *,
         vocab_size: int,
-        temperature: float,
-        chunk_vocab: int,
         dtype: str,
         teachers: Sequence[tuple[Array, Array]] = (),
-        caps: Sequence[float | None] = (),
+        **how: Any,
     ) -> tuple[Float[Array, " tokens"], ...]:
         """Computes the log-probabilities of all target tokens. Each device along `tensor` handles a part of the vocabulary."""
         table = self._table(unembedding, dtype)
@@ -193,13 +191,11 @@ class MeshLayout(Layout):
             before,
             table,
             targets,
-            temperature=temperature,
-            chunk_vocab=chunk_vocab,
             compute_dtype=dtype,
             vocab_size=vocab_size if padded else None,
             vocab_axis="tensor",
             teachers=[(its, self._table(weight, dtype)) for its, weight in teachers],
-            caps=caps,
+            **how,
         )
 
     def _table(self, weight: Float[Array, "entries shard"], dtype: str) -> Float[Array, "entries embed"]:
