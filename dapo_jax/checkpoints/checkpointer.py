@@ -98,7 +98,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self.folder = path if in_bucket(path) else path.resolve()  # resolve() does not support gs:// paths
         self._sealing = Sealing(self.folder)
         self._keep, self._keep_best = keep, keep_best
-        self._scores: dict[int, float] | None = None
         step_folders(self.folder)
         self._manager = ocp.CheckpointManager(
             self.folder,
@@ -162,7 +161,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 remove_unfinished(self.folder)
             self._manager.reload()  # updates Orbax's list, because steps may have been added or set aside
             if score is not None:
-                self._known_scores()[step] = score
+                self._scores[step] = score
             # Without `force`, Orbax silently skips a step that it considers unnecessary.
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
@@ -343,19 +342,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             raise DamagedError(f"checkpoint {folder} contains step {meta['step']}, so its folder was renamed")
         return meta
 
-    def _known_scores(self) -> dict[int, float]:
-        """Returns the scores by step, including steps that earlier processes saved. Steps without a score are omitted."""
-        if self._scores is None:
-            self._scores = {}
-            for step in self.steps():
-                with suppress(CheckpointError):
-                    if (score := self._meta(step)["score"]) is not None:
-                        self._scores[step] = score
-        return self._scores
+    @functools.cached_property
+    def _scores(self) -> dict[int, float]:
+        """The scores by step, including steps that earlier processes saved. Steps without a score are omitted."""
+        found: dict[int, float] = {}
+        for step in self.steps():
+            with suppress(CheckpointError):
+                if (score := self._meta(step)["score"]) is not None:
+                    found[step] = score
+        return found
 
     def _best(self) -> tuple[int, float] | None:
         steps = self.steps()
-        scored = [(score, step) for step, score in self._known_scores().items() if step in steps]
+        scored = [(score, step) for step, score in self._scores.items() if step in steps]
         return max(scored)[::-1] if scored else None
 
     def _failure(self, error: Exception) -> CheckpointError:

@@ -173,12 +173,10 @@ def forward_flops(
     `pairs` is the number of query-key pairs. Each pair requires one product with a key and one with a value in every head.
     `chunk` is the number of tokens in a chunk of a Gated DeltaNet layer, or 0 for one token at a time.
     """
+    layers = 2 * matrix_parameters(decoder) + decoder.count("delta_blocks") * _recurrence_flops(decoder, chunk)
     attention = 4 * decoder.count("blocks") * decoder.heads * decoder.head_dim
-    unembedding = _unembedding_parameters(decoder)
-    recurrence = decoder.count("delta_blocks") * _recurrence_flops(decoder, chunk)
-    return (
-        (2 * matrix_parameters(decoder) + recurrence) * tokens + attention * pairs + 2 * unembedding * logits
-    )
+    unembedding = 2 * _unembedding_parameters(decoder)
+    return layers * tokens + attention * pairs + unembedding * logits
 
 
 def _recurrence_flops(decoder: DecoderConfig, chunk: int) -> int:
@@ -256,13 +254,12 @@ def _prefill(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     lengths = (work.prompt_mean, work.context, work.between)
     counts = [each / sizes.samplers for each in (work.prompts, config.rollout.in_flight, again)]
     read = list(zip(lengths, counts, strict=True))
-    once, *more = (
-        count
-        * forward_flops(
-            decoder, tokens=length, pairs=length * (length + 1) / 2 * window_share(decoder, length), logits=1
-        )
-        for length, count in read
-    )
+
+    def flops(length: float) -> int | float:
+        pairs = length * (length + 1) / 2 * window_share(decoder, length)
+        return forward_flops(decoder, tokens=length, pairs=pairs, logits=1)
+
+    once, *more = (count * flops(length) for length, count in read)
     runs = sum(count * _calls(shape, length) for length, count in read)
     return Work(
         phase="prefill",

@@ -195,8 +195,7 @@ class Progress:
 
         held_out = [Text(f"{name}  {result}") for name, result in self._evaluations.items()] or [Text("-")]
         evaluations = Table.grid(padding=(0, 2, 0, 0))
-        for row, result in enumerate(held_out):
-            evaluations.add_row(Text("held out" if row == 0 else "", style="dim"), result)
+        evaluations.add_row(Text("held out", style="dim"), Group(*held_out))
         return Panel(
             Group(bars, Text(self._wave, style="dim"), numbers, "", evaluations),
             title="dapo_jax",
