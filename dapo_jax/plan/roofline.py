@@ -4,7 +4,6 @@ This is a lower bound, not a measurement. It ignores latency, dependencies betwe
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -94,15 +93,12 @@ def work_of(
         "teacher's log-probabilities": ["score_teacher"],
         "update": ["update_add_longest", "update_apply"],
     }
-    total, network = Counter[str](), Counter[str]()
-    for one in programs:
-        total[one.name] = sum(kind.received_bytes for kind in one.traffic)
-        network[one.name] = sum(kind.network_bytes for kind in one.traffic)
+    traffic = {one.name: one.traffic for one in programs}
 
     def with_traffic(phase: Work) -> Work:
-        names = in_each_run[phase.phase]
-        over_network = phase.runs * sum(network[name] for name in names)
-        received = phase.runs * sum(total[name] for name in names)
+        kinds = [kind for name in in_each_run[phase.phase] for kind in traffic.get(name, ())]
+        received = phase.runs * sum(kind.received_bytes for kind in kinds)
+        over_network = phase.runs * sum(kind.network_bytes for kind in kinds)
         return replace(phase, ici_bytes=received - over_network, network_bytes=over_network)
 
     sampled = sampled_decoder(decoder, config.sampling)
