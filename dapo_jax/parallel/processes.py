@@ -70,7 +70,7 @@ class _Processes:
         self._index, self._count = 0, 1
         self._leaving, self._told = threading.Event(), threading.Event()
         self._limit: threading.Timer | None = None
-        self._stop, self._stop_passed, self._cause = Stop(), False, ""
+        self._stop, self._cause = Stop(), ""
         self._remedy = "Start all processes again, with --resume"
         self._listener = threading.Thread(target=self._listen, name="other processes", daemon=True)
 
@@ -216,13 +216,10 @@ class _Processes:
 
     def _pass_on_stop(self) -> None:
         """Passes this process's stop request on to the others, or another process's stop request on to this process."""
-        if self._stop_passed:
-            return
         if self._stop.reason:
             self._put("stop", self._stop.reason)
         elif reason := first_reason(self._all("stop"), self._index):
             self._stop.tell(reason)
-        self._stop_passed = bool(self._stop.reason)
 
     def _failures(self) -> dict[int, tuple[int, str]]:
         """Returns the exit status and the message of each other process that has failed, by process index."""

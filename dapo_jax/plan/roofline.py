@@ -169,9 +169,8 @@ def forward_flops(
     `pairs` is the number of query-key pairs. Each pair requires one product with a key and one with a value in every head.
     `chunk` is the number of tokens in a chunk of a Gated DeltaNet layer, or 0 for one token at a time.
     """
-    layers = 2 * matrix_parameters(decoder) + decoder.count("delta_blocks") * _recurrence_flops(
-        decoder, chunk
-    )
+    recurrence = decoder.count("delta_blocks") * _recurrence_flops(decoder, chunk)
+    layers = 2 * matrix_parameters(decoder) + recurrence
     attention = 4 * decoder.count("blocks") * decoder.heads * decoder.head_dim
     unembedding = 2 * _unembedding_parameters(decoder)
     return layers * tokens + attention * pairs + unembedding * logits
