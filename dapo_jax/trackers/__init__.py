@@ -155,13 +155,10 @@ def check_trackers(log: LogConfig) -> None:
     Raises:
         ConfigError: a package or an API key is missing; the message contains the remedy.
     """
-    for key, wanted, package, extra in (
-        ("log.tensorboard", log.tensorboard, "tensorboardX", "tensorboard"),
-        ("log.wandb", log.wandb, "wandb", "wandb"),
-    ):
-        if wanted and importlib.util.find_spec(package) is None:
+    for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if getattr(log, name) and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{key}=true needs the package {package}, which is not installed: {how_to_install(extra)}, or set {key}=false"
+                f"log.{name}=true needs the package {package}, which is not installed: {how_to_install(name)}, or set log.{name}=false"
             )
     if log.wandb and wandb_mode() == "online" and not has_wandb_key():
         raise ConfigError(
