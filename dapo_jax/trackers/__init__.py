@@ -53,7 +53,6 @@ class TensorBoardTracker:
         files = importlib.import_module("tensorboardX.event_file_writer")
         records = importlib.import_module("tensorboardX.record_writer")
         self._events = importlib.import_module("tensorboardX.proto.event_pb2")
-        self._summaries = importlib.import_module("tensorboardX.proto.summary_pb2")
         self.folder = str(folder)
         records.directory_check(self.folder)
         # The default name has a timestamp in whole seconds, so a resume within the same second would overwrite the previous file.
@@ -61,18 +60,13 @@ class TensorBoardTracker:
         self._writer = files.EventsWriter(os.path.join(self.folder, "events"), suffix)
         self._closed = False
         if resume_step is not None:
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._write(self._events.Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            self._write(step=resume_step + 1, session_log={"status": "START"})
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Writes one scalar per metric. Values that are nan or infinite are left out, so TensorBoard shows gaps."""
-        values = [
-            self._summaries.Summary.Value(tag=name, simple_value=float(value))
-            for name, value in metrics.items()
-            if math.isfinite(value)
-        ]
-        summary = self._summaries.Summary(value=values)
-        self._write(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        values = [{"tag": name, "simple_value": value} for name, value in finite.items()]
+        self._write(step=step, summary={"value": values})
 
     def close(self) -> None:
         """Closes the event file."""
@@ -80,9 +74,9 @@ class TensorBoardTracker:
             self._closed = True
             self._writer.close()
 
-    def _write(self, event: object) -> None:
+    def _write(self, **event: Any) -> None:
         with writing("TensorBoard events", Path(self.folder)):
-            self._writer.write_event(event)
+            self._writer.write_event(self._events.Event(wall_time=time.time(), **event))
             self._writer.flush()
 
 
