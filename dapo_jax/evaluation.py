@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import multimode
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,7 @@ def consensus_answers(group: Group) -> list[str]:
     Responses without an answer do not vote, so without any answer the list is empty. Answers are compared as strings: 1/2 and 0.5 are
     different votes, even if the grader accepts both.
     """
-    votes = Counter(r.verdict.extracted for r in group.rollouts if r.verdict.extracted is not None)
-    top = max(votes.values(), default=0)
-    return [answer for answer, count in votes.items() if count == top]
+    return multimode(r.verdict.extracted for r in group.rollouts if r.verdict.extracted is not None)
 
 
 def consensus(group: Group) -> float:

@@ -18,9 +18,9 @@ import socket
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def is_held(folder: AnyPath) -> bool | None:
         return None
 
 
-class Lock(ABC):
+class Lock(AbstractContextManager["Lock"]):
     """A lock that this process holds. Forked child processes do not hold it."""
 
     note = ""
@@ -108,9 +108,6 @@ class Lock(ABC):
     @abstractmethod
     def release(self) -> None:
         """Releases the lock. A second call has no effect."""
-
-    def __enter__(self) -> "Lock":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -72,8 +72,11 @@ def check_access(folder: AnyPath, *, write: bool) -> None:
         ValueError: an operation failed. The message contains the operation and the reason.
     """
     if not in_bucket(folder):
-        if write:
-            _check_writable(Path(folder))
+        place = next(place for place in (folder, *Path(folder).absolute().parents) if os.path.lexists(place))
+        if write and not (place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK)):
+            raise ValueError(
+                f"cannot write to {place.absolute()}: it is not a folder, or this user has no write permission; choose another folder"
+            )
         return
     bucket = str(folder).removeprefix(SCHEME).split("/")[0]
     deed = f"getting the metadata of bucket {bucket!r}"
@@ -97,14 +100,6 @@ def check_access(folder: AnyPath, *, write: bool) -> None:
             f"{'roles/storage.objectUser' if write else 'roles/storage.objectViewer'} and storage.buckets.get "
             "(roles/storage.legacyBucketReader) on it"
         ) from error
-
-
-def _check_writable(folder: Path) -> None:
-    place = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
-    if not (place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK)):
-        raise ValueError(
-            f"cannot write to {place.absolute()}: it is not a folder, or this user has no write permission; choose another folder"
-        )
 
 
 def entries(folder: AnyPath) -> list[AnyPath]:

@@ -27,7 +27,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
-from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from dapo_jax.checkpoints.manifest import (
     META,
@@ -96,13 +95,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         path = epath.Path(path_of(folder))
         self.folder = path if in_bucket(path) else path.resolve()  # resolve() does not support gs:// paths
         self._sealing = Sealing(self.folder)
-        self._cleaned = False
-        self._scores: dict[int, float] | None = None
+        self._keep, self._keep_best = keep, keep_best
         step_folders(self.folder)
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=Keeping(keep, self._best if keep_best else lambda: None),
+                preservation_policy=self,
                 create=False,
                 async_options=ocp.AsyncOptions(
                     barrier_sync_fn=self._sealing.meet, post_finalization_callback=self._sealing.seal
@@ -157,12 +155,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._sealing.step = step
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not self._cleaned and jax.process_index() == 0:
+            if jax.process_index() == 0:
                 remove_unfinished(self.folder)
-            self._cleaned = True
             self._manager.reload()  # updates Orbax's list, because steps may have been added or set aside
             if score is not None:
-                self._known_scores()[step] = score
+                self._scores[step] = score
             # Without `force`, Orbax silently skips a step that it considers unnecessary.
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
@@ -308,6 +305,14 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self.wait()  # during a save, processes could see different steps
         return self._best()
 
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Orbax calls this method. Returns, for each checkpoint, whether to keep it."""
+        # `Any` is used because Orbax's protocols cannot be checked at run time.
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = self._best() if self._keep_best else None
+        kept = {*sorted(steps)[-self._keep :], *(best or ())[:1]}
+        return [step in kept for step in steps]
+
     def close(self) -> None:
         """Waits for the save in progress and stops Orbax's threads."""
         try:
@@ -335,19 +340,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             raise DamagedError(f"checkpoint {folder} contains step {meta['step']}, so its folder was renamed")
         return meta
 
-    def _known_scores(self) -> dict[int, float]:
-        """Returns the scores by step, including steps that earlier processes saved. Steps without a score are omitted."""
-        if self._scores is None:
-            self._scores = {}
-            for step in self.steps():
-                with suppress(CheckpointError):
-                    if (score := self._meta(step)["score"]) is not None:
-                        self._scores[step] = score
-        return self._scores
+    @functools.cached_property
+    def _scores(self) -> dict[int, float]:
+        """The scores by step, including steps that earlier processes saved. Steps without a score are omitted."""
+        found: dict[int, float] = {}
+        for step in self.steps():
+            with suppress(CheckpointError):
+                if (score := self._meta(step)["score"]) is not None:
+                    found[step] = score
+        return found
 
     def _best(self) -> tuple[int, float] | None:
         steps = self.steps()
-        scored = [(score, step) for step, score in self._known_scores().items() if step in steps]
+        scored = [(score, step) for step, score in self._scores.items() if step in steps]
         return max(scored)[::-1] if scored else None
 
     def _failure(self, error: Exception) -> CheckpointError:
@@ -356,7 +361,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             if jax.process_index() == 0:
                 with suppress(OSError):  # the next save tries again to remove them
                     remove_unfinished(self.folder)
-            self._cleaned = False
             self._manager.reload()  # Orbax's list lacks the oldest step, which is still on the disk
         full = os.strerror(errno.ENOSPC)
         why = f"the disk is full ({full})" if full in str(error) else str(error)
@@ -376,19 +380,6 @@ def _agreed_errors() -> Iterator[None]:
         if found:
             kind, message = json.loads(found)
             raise _AGREED[kind](message) from mine
-
-
-class Keeping(PreservationPolicy):
-    """Keeps the last `count` checkpoints and the best checkpoint."""
-
-    def __init__(self, count: int, best: Callable[[], tuple[int, float] | None]) -> None:
-        self._count, self._best = count, best
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Returns, for each checkpoint, whether to keep it. `Any` is used because Orbax's protocols cannot be checked at run time."""
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = {*sorted(steps)[-self._count :], *(self._best() or ())[:1]}
-        return [step in kept for step in steps]
 
 
 @functools.cache

@@ -308,15 +308,12 @@ def unpack_arrays(
     packed: UInt8[np.ndarray, " bytes"], layout: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, np.ndarray]:
     """Inverse of `pack_arrays`. The arrays are writable copies."""
-    arrays: dict[str, np.ndarray] = {}
-    start = 0
-    for name, entry in layout.items():
-        stop = start + entry["bytes"]
-        # The bytes are copied first, because `start` may not be aligned for the dtype.
-        flat = np.frombuffer(packed[start:stop].tobytes(), np.dtype(entry["dtype"]))
-        arrays[name] = flat.reshape(entry["shape"]).copy()
-        start = stop
-    return arrays
+    parts = np.split(packed, np.cumsum([entry["bytes"] for entry in layout.values()], dtype=int))
+    # A bytearray is a writable copy, and is aligned for any dtype.
+    return {
+        name: np.frombuffer(bytearray(part), np.dtype(entry["dtype"])).reshape(entry["shape"])
+        for (name, entry), part in zip(layout.items(), parts, strict=False)
+    }
 
 
 def flattened(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:

@@ -19,8 +19,7 @@ from dapo_jax.run.disk_space import gib, room_for, written_by
 from dapo_jax.run.policy import mesh_of, meshes_of, source_of, with_adapters
 from dapo_jax.run.run_dir import check_run_dir, place_of
 from dapo_jax.storage import in_bucket
-from dapo_jax.trackers import check_trackers
-from dapo_jax.trackers.wandb import wandb_mode, wandb_project
+from dapo_jax.trackers import check_trackers, wandb_mode, wandb_project
 
 CROWDED = 0.8
 """Fraction of memory above which the memory check warns, because it does not count activations."""

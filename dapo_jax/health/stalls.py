@@ -95,7 +95,7 @@ class Watch:
                 self._broadcast(json.dumps([now.count, now.what, now.for_others, stalled]))
                 self._receive()
                 if stalled:
-                    _write(self._report(now))
+                    self._print_report(now)
                     if self._others:
                         time.sleep(3 * poll)  # gives the other processes time to report before they end too
                     self._end(
@@ -106,7 +106,7 @@ class Watch:
                     return
                 if not reported and any(other.stalled for other in self._others.values()):
                     reported = True
-                    _write(self._report(now))
+                    self._print_report(now)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -125,8 +125,8 @@ class Watch:
             since = known.since if known is not None and known.count == count else time.monotonic()
             self._others[index] = _Doing(count, what, for_others, since, stalled)
 
-    def _report(self, now: _Doing) -> str:
-        """Returns the activities of all processes, and the innermost calls of each thread in this process."""
+    def _print_report(self, now: _Doing) -> None:
+        """Prints the activities of all processes, and the innermost calls of each thread in this process."""
         lines = [f"no progress for {now.idle_s:.0f} s; this process: {now.what}"]
         for index, other in sorted(self._others.items()):
             lines.append(f"process {index}: {other.what}, for {other.idle_s:.0f} s")
@@ -136,18 +136,13 @@ class Watch:
                 lines.append(f"thread {names.get(ident, ident)}:")
                 for call in traceback.extract_stack(frame)[-FRAMES:]:
                     lines.append(f"    {Path(call.filename).name}:{call.lineno} {call.name}: {call.line}")
-        return "\n".join(lines) + "\n"
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def interrupt(_: int, why: str) -> None:
     """Ends a run inside another program, such as a notebook: prints the reason and raises KeyboardInterrupt in the main thread."""
-    _write(f"{why}\n")
+    print(why, file=sys.stderr, flush=True)
     # Sends a real signal, because `_thread.interrupt_main` does not wake a thread that sleeps or waits.
     main = threading.main_thread().ident
     assert main is not None, "it has been started"
     signal.pthread_kill(main, signal.SIGINT)
-
-
-def _write(report: str) -> None:
-    sys.stderr.write(report)
-    sys.stderr.flush()

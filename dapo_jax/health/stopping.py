@@ -190,9 +190,6 @@ def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) ->
         if limit is None:
             limit = time.monotonic() + stop.grace_s
             ends = f"ends within {stop.grace_s:g} s and saves the last complete step, if there is one"
+            asked = f"was asked to stop by {name}: {ends}; a second signal ends it immediately"
             with contextlib.suppress(OSError):  # standard error may be closed
-                print(
-                    f"was asked to stop by {name}: {ends}; a second signal ends it immediately",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(asked, file=sys.stderr, flush=True)

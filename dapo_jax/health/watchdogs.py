@@ -96,48 +96,34 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     """
     accuracy = seen["rollout/accuracy"][-RECENT:]
     done = metric == "correct" and bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
-    found = {
-        "length_collapse": _length_collapse(seen),
-        "entropy_collapse": "" if done or seen["teacher/reverse_kl"] else _entropy_collapse(seen),
-        "truncation": _truncation(seen),
-        "flat_groups": _flat_groups(seen, metric) if metric else "",
-        "reward_stuck": "" if done or not metric else _reward_stuck(seen),
-    }
-    return {name: text for name, text in found.items() if text}
-
-
-def _length_collapse(seen: Seen) -> str:
+    found: dict[str, str] = {}
     first, now = _first_and_now(seen, "rollout/response_tokens")
-    if not now < MIN_LENGTH_FRAC * first:
-        return ""
-    return (
-        f"length collapse: responses have {now:.1f} tokens on average, down from {first:.1f}. Usual causes: the reward prefers "
-        "brevity (an overlong penalty that begins too early, a grader that accepts an empty or guessed answer); "
-        "loss.aggregation=sequence_mean. Read the rollouts; raise sampling.max_response_tokens or lower "
-        "reward.overlong.buffer_tokens; make the grader require the missing part"
-    )
-
-
-def _entropy_collapse(seen: Seen) -> str:
+    if now < MIN_LENGTH_FRAC * first:
+        found["length_collapse"] = (
+            f"length collapse: responses have {now:.1f} tokens on average, down from {first:.1f}. Usual causes: the reward prefers "
+            "brevity (an overlong penalty that begins too early, a grader that accepts an empty or guessed answer); "
+            "loss.aggregation=sequence_mean. Read the rollouts; raise sampling.max_response_tokens or lower "
+            "reward.overlong.buffer_tokens; make the grader require the missing part"
+        )
     first, now = _first_and_now(seen, "policy/entropy")
-    if not now < min(MIN_ENTROPY, 0.1 * first):
-        return ""
-    return (
-        f"entropy collapse: {now:.2g} nats per token, down from {first:.2g}: the policy hardly explores. Usual causes: "
-        "the learning rate is too high; the upper clip range is as small as the lower; a step has too many updates. Lower "
-        "optimizer.learning_rate, raise loss.clip_ratio_high, raise batch.groups_per_update; resume from an earlier checkpoint"
-    )
-
-
-def _truncation(seen: Seen) -> str:
+    if now < min(MIN_ENTROPY, 0.1 * first) and not done and not seen["teacher/reverse_kl"]:
+        found["entropy_collapse"] = (
+            f"entropy collapse: {now:.2g} nats per token, down from {first:.2g}: the policy hardly explores. Usual causes: "
+            "the learning rate is too high; the upper clip range is as small as the lower; a step has too many updates. Lower "
+            "optimizer.learning_rate, raise loss.clip_ratio_high, raise batch.groups_per_update; resume from an earlier checkpoint"
+        )
     first, now = _first_and_now(seen, "rollout/truncated_frac")
-    if not now > max(MAX_TRUNCATED_FRAC, first + 0.25):
-        return ""
-    return (
-        f"truncation: {now:.0%} of the responses are truncated at the length limit, up from {first:.0%}. Usual causes: the "
-        "reward grows with length; responses repeat themselves; the policy no longer writes a stop token or stop string. Read "
-        "the rollouts; enable reward.overlong, check sampling.stop, or raise sampling.max_response_tokens if the task needs it"
-    )
+    if now > max(MAX_TRUNCATED_FRAC, first + 0.25):
+        found["truncation"] = (
+            f"truncation: {now:.0%} of the responses are truncated at the length limit, up from {first:.0%}. Usual causes: the "
+            "reward grows with length; responses repeat themselves; the policy no longer writes a stop token or stop string. Read "
+            "the rollouts; enable reward.overlong, check sampling.stop, or raise sampling.max_response_tokens if the task needs it"
+        )
+    if metric and (text := _flat_groups(seen, metric)):
+        found["flat_groups"] = text
+    if metric and not done and (text := _reward_stuck(seen)):
+        found["reward_stuck"] = text
+    return found
 
 
 def _flat_groups(seen: Seen, metric: str) -> str:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -39,12 +38,11 @@ def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
         structs: arrays or shapes with a `NamedSharding`.
         sizes: the size of each mesh axis.
     """
-    leaves = (leaf for leaf in jax.tree.leaves(structs) if leaf.sharding.memory_kind != OFFLOADED)
-    return sum(_bytes(leaf, sizes) for leaf in leaves)
-
-
-def _bytes(leaf: Any, sizes: Mapping[str, int]) -> int:
-    # A PRNG key consists of two 32-bit integers.
-    each = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
-    parts = math.prod(sizes[axis] for axes in split(leaf.sharding, leaf.ndim) for axis in axes)
-    return leaf.size * each // parts
+    total = 0
+    for leaf in jax.tree.leaves(structs):
+        if leaf.sharding.memory_kind != OFFLOADED:
+            # A PRNG key consists of two 32-bit integers.
+            each = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+            parts = math.prod(sizes[axis] for axes in split(leaf.sharding, leaf.ndim) for axis in axes)
+            total += leaf.size * each // parts
+    return total

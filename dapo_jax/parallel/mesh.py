@@ -8,6 +8,7 @@ linked (`torus`). The order lists one slice after another. Slices communicate ov
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias
 
 import jax
@@ -134,10 +135,8 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
 
 def _slices(devices: Sequence[AnyDevice]) -> list[list[AnyDevice]]:
     """Returns the devices of each slice, process by process. Devices other than TPUs all belong to a single slice."""
-    found: dict[int, list[AnyDevice]] = {}
-    for device in sorted(devices, key=lambda device: (_slice_of(device), device.process_index, device.id)):
-        found.setdefault(_slice_of(device), []).append(device)
-    return list(found.values())
+    ordered = sorted(devices, key=lambda device: (_slice_of(device), device.process_index, device.id))
+    return [list(each) for _, each in groupby(ordered, key=_slice_of)]
 
 
 def _slice_of(device: AnyDevice) -> int:

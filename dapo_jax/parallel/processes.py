@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -68,7 +68,7 @@ class _Processes:
         self._index, self._count = 0, 1
         self._leaving, self._told = threading.Event(), threading.Event()
         self._limit: threading.Timer | None = None
-        self._stop, self._stop_passed, self._cause = Stop(), False, ""
+        self._stop, self._cause = Stop(), ""
         self._remedy = "Start all processes again, with --resume"
         self._listener = threading.Thread(target=self._listen, name="other processes", daemon=True)
 
@@ -158,10 +158,8 @@ class _Processes:
         if self._client is None:
             return True
         self._put("ready", text)
-        end = time.monotonic() + GRACE_S
-        while len(found := self._all("ready")) < self._count and time.monotonic() < end:
-            time.sleep(_POLL_S / 5)
-        return len(found) == self._count and set(found.values()) == {text}
+        _wait_until(lambda: len(self._all("ready")) == self._count)
+        return list(self._all("ready").values()) == [text] * self._count
 
     def tell_others(self, _: object, error: BaseException | None, __: object) -> None:
         """Notifies the other processes of an error, unless it is a stop request. Push this onto an `ExitStack` last, so that it runs before slow exits."""
@@ -178,9 +176,7 @@ class _Processes:
     def _all(self, subject: str) -> dict[int, str]:
         try:
             found = self._client.key_value_dir_get(f"dapo_jax/{subject}/")
-        except (
-            Exception
-        ):  # raised if this is the only process, or if the service has ended and JAX will abort this process
+        except Exception:  # as in `_put`; if the service has ended, JAX will abort this process
             return {}
         return {int(key.rpartition("/")[2]): value for key, value in found}
 
@@ -218,13 +214,10 @@ class _Processes:
 
     def _pass_on_stop(self) -> None:
         """Passes this process's stop request on to the others, or another process's stop request on to this process."""
-        if self._stop_passed:
-            return
         if self._stop.reason:
             self._put("stop", self._stop.reason)
         elif reason := first_reason(self._all("stop"), self._index):
             self._stop.tell(reason)
-        self._stop_passed = bool(self._stop.reason)
 
     def _failures(self) -> dict[int, tuple[int, str]]:
         """Returns the exit status and the message of each other process that has failed, by process index."""
@@ -232,12 +225,8 @@ class _Processes:
 
     def _wait_for_failure(self, *, of: int | None = None) -> dict[int, tuple[int, str]]:
         """Waits up to `GRACE_S` until another process fails, and returns `_failures`. If `of` is given, waits until process `of` fails."""
-        end = time.monotonic() + GRACE_S
-        while True:
-            failures = self._failures()
-            if (failures if of is None else of in failures) or time.monotonic() >= end:
-                return failures
-            time.sleep(_POLL_S)
+        _wait_until(lambda: self._failures() if of is None else of in self._failures())
+        return self._failures()
 
     def _because(self, failures: Mapping[int, tuple[int, str]]) -> tuple[int, str]:
         index = min(failures)
@@ -253,15 +242,17 @@ class _Processes:
             sys.stderr.flush()
         self._put("left", "")
         # The service ends with the first process. The first process therefore waits until the other live processes have read their messages.
-        end, alive = time.monotonic() + 4 * GRACE_S, self._count - bool(self._cause)
-        while (
-            self._client is not None
-            and self._index == 0
-            and len(self._all("left")) < alive
-            and time.monotonic() < end
-        ):
-            time.sleep(_POLL_S / 5)
+        if self._client is not None and self._index == 0:
+            alive = self._count - bool(self._cause)
+            _wait_until(lambda: len(self._all("left")) >= alive, 4 * GRACE_S)
         os._exit(status)
+
+
+def _wait_until(done: Callable[[], Any], seconds: float = GRACE_S) -> None:
+    """Waits until `done` returns a true value, but at most for a time in seconds."""
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(_POLL_S / 5)
 
 
 _here = _Processes()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
@@ -64,13 +64,11 @@ class MeshLayout(Layout):
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
         split = [TRAINER_RULES[axis] for axis in axes]
+        if self.mesh.shape["fsdp"] == 1 or "fsdp" not in split:
+            return None
         # On v5e and v6e ("lite"), libtpu 0.0.50 cannot reduce-scatter along lanes if the parts do not fill registers.
         parts_first = "lite" in self.mesh.devices.flat[0].device_kind
-        return (
-            WeightSharding("fsdp", split.index("fsdp"), parts_first)
-            if self.mesh.shape["fsdp"] > 1 and "fsdp" in split
-            else None
-        )
+        return WeightSharding("fsdp", split.index("fsdp"), parts_first)
 
     def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
         return x if self.mesh.shape["tensor"] == 1 else _gather(x, "tensor", 1, dtype)
@@ -180,11 +178,9 @@ class MeshLayout(Layout):
         targets: Int[Array, " tokens"],
         *,
         vocab_size: int,
-        temperature: float,
-        chunk_vocab: int,
         dtype: str,
         teachers: Sequence[tuple[Array, Array]] = (),
-        caps: Sequence[float | None] = (),
+        **how: Any,
     ) -> tuple[Float[Array, " tokens"], ...]:
         """Computes the log-probabilities of all target tokens. Each device along `tensor` handles a part of the vocabulary."""
         table = self._table(unembedding, dtype)
@@ -193,13 +189,11 @@ class MeshLayout(Layout):
             before,
             table,
             targets,
-            temperature=temperature,
-            chunk_vocab=chunk_vocab,
             compute_dtype=dtype,
             vocab_size=vocab_size if padded else None,
             vocab_axis="tensor",
             teachers=[(its, self._table(weight, dtype)) for its, weight in teachers],
-            caps=caps,
+            **how,
         )
 
     def _table(self, weight: Float[Array, "entries shard"], dtype: str) -> Float[Array, "entries embed"]:
@@ -215,9 +209,7 @@ class MeshLayout(Layout):
         """Returns the splash kernel for this device's queries. Like the queries, the tables of the kernel are sharded over `context`."""
         if self.mesh.shape["context"] == 1:
             return kernel
-        specs = kernel.manual_sharding_spec(
-            jax.sharding.NamedSharding(self.mesh, PartitionSpec(None, "context"))
-        )
+        specs = kernel.manual_sharding_spec(NamedSharding(self.mesh, PartitionSpec(None, "context")))
 
         def mine(spec: PartitionSpec, table: Array) -> Array:
             if "context" not in spec:

@@ -167,9 +167,8 @@ class AdapterTransfer:
         return _joined(self._moved, self._adapters(params))
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """Lowers the programs that each call runs for the layers, for adapters with the shapes of `params`."""
-        lowered = self._adapters.lower(params)
-        return {name: lowered[name] for name in stacks_of(params)}
+        """Lowers the programs that each call executes, for adapters with the shapes of `params` (see `WeightTransfer.lower`)."""
+        return self._adapters.lower(params)
 
 
 def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:

@@ -166,6 +166,9 @@ def plan(
         # JAX cannot use the host memory of described GPUs, so their update is compiled with all moments on the device.
         loaded = there.moments * on_device
         there = replace(there, state=there.state - there.moments, moments=0, loaded=loaded)
+    # The trip counts of loops that depend on the data: over microbatches, or over the decode steps of a call.
+    trips = dict.fromkeys(("update_add_longest", "score", "score_teacher"), (work.microbatches,))
+    trips["generate"] = (config.sampling.steps_per_call,)
     lowered = programs.lowered() if topology is not None else {}
     nothing = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=0, code=0)
     known = phases(dict.fromkeys(lowered, nothing), there, updates=work.updates)
@@ -177,8 +180,8 @@ def plan(
     for name, lower in lowered.items():
         if only is None or any(name == wanted or name.startswith(f"{wanted}_") for wanted in only):
             say(f"compiling {name}")
-            trips = _trips(name, config, work)
-            compiled.append(compile_program(name, lower, trips=trips, per_machine=per_machine))
+            counting = {"trips": trips.get(name, ()), "per_machine": per_machine}
+            compiled.append(compile_program(name, lower, **counting))
     memories = {program.name: program.memory for program in compiled if program.memory is not None}
     resident = as_compiled(there, memories)
     return Plan(
@@ -220,10 +223,3 @@ def _devices_of_run(parallel: ParallelConfig) -> Sequence[AnyDevice]:
     platform, kind = present[0].platform, present[0].device_kind
     each = jax.local_device_count() if platform == "gpu" else HOST_DEVICES
     return [Absent(at, at // each, platform, kind) for at in range(math.prod(sizes))]
-
-
-def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:
-    """Returns the trip counts of a program's data-dependent loops: over microbatches, or over the decode steps of a call."""
-    if name in ("update_add_longest", "score", "score_teacher"):
-        return (work.microbatches,)
-    return (config.sampling.steps_per_call,) if name == "generate" else ()

@@ -79,14 +79,13 @@ class Programs:
     def lowered(self) -> dict[str, Lower]:
         """Maps the name of each program to a function that lowers it."""
         decoded = jax.eval_shape(partial(decoding, temperature=self.config.sampling.temperature))
-        made: dict[str, Lower] = self.engine.programs(self._transfer.shapes, decoded)
+        transfer: Any = self._sampler.transfer
+        made: dict[str, Lower] = self.engine.programs(transfer.shapes, decoded)
         rows, lengths, params = self.config.batch.rows_per_microbatch, self._row_lengths, self.state.params
-        names = {"blocks": "transfer", "delta_blocks": "transfer_delta"}
-        stacks = stacks_of(params) if self._adapts else dict.fromkeys(name for name, _ in self.decoder.places)
-        for stack in stacks:
-            made[names[stack]] = lambda stack=stack: self._transfer.lower(params)[stack]
-        if not self._adapts:
-            made["transfer_ends"] = lambda: self._transfer.lower(params)["ends"]
+        names = {"blocks": "transfer", "delta_blocks": "transfer_delta", "ends": "transfer_ends"}
+        stacks = dict.fromkeys(name for name, _ in self.decoder.places)
+        for part in stacks_of(params) if self._adapts else (*stacks, "ends"):
+            made[names[part]] = lambda part=part: transfer.lower(params)[part]
         made |= self._updater.programs(self.state, capacity=self.work.room, rows=rows, lengths=lengths)
         scored = self.config.loss.old_logprobs == "trainer" and self.work.updates > 1
         if scored or self.config.loss.select != "all" or self._has_reference:
@@ -114,13 +113,14 @@ class Programs:
             for count, tokens in stacks
         )
         engine, prefill = self.engine, prefill_shape_of(self.config)
+        transfer: Any = self._sampler.transfer
         each, capacity, width = engine.token_bytes, engine.capacity, prefill.width
         # If the pages run out, a response of any length may be re-prefilled.
         prefilled = capacity if engine.page_sizes.runs_out else prefill.longest
         chunks = -(-capacity // width) * width if prefilled > width else 0
         reread = chunks and chunks * each + prefill.row_prompts * decoder.vocab_rows * 4 + recurrent
         heads = -(-decoder.kv_heads // sizes.sampler["tensor"])
-        base = bytes_on_device(self._transfer.base_shapes, sizes.sampler) if self._adapts else 0
+        base = bytes_on_device(transfer.base_shapes, sizes.sampler) if self._adapts else 0
         # The residual stream and the rotary embedding of one chunk, in float32.
         flowing = 4 * (decoder.embed_dim + decoder.head_dim) * width
         cached = 2 * decoder.count("blocks") * heads * decoder.head_dim * item(self._dtype)
@@ -133,7 +133,7 @@ class Programs:
             base=bytes_on_device(self._policy.frozen, sizes.train),
             shares_base=self._shares_base,
             sampler_base=0 if self._shares_base else base,
-            weights=bytes_on_device(self._transfer.shapes, sizes.sampler) - base,
+            weights=bytes_on_device(transfer.shapes, sizes.sampler) - base,
             rotations=2 * 4 * (decoder.head_dim // 2) * capacity,
             minibatch=first + sum(others),
             shorter=sum(others),
@@ -145,11 +145,6 @@ class Programs:
             decode_state=bytes_on_device(engine.state_structs, sizes.sampler),
             paused=bytes_on_device(engine.paused_structs, sizes.sampler),
         )
-
-    @property
-    def _in_flight(self) -> int:
-        """Maximum number of responses in flight per sampler; 0 if sampling runs in waves."""
-        return -(-self.config.rollout.in_flight // self.sizes.samplers)
 
     @property
     def _dtype(self) -> str:
@@ -240,13 +235,9 @@ class Programs:
             max_prompt_tokens=config.data.max_prompt_tokens,
             compute_dtype=self._dtype,
             group_size=config.batch.group_size,
-            in_flight=self._in_flight,
+            in_flight=-(-config.rollout.in_flight // self.sizes.samplers),
             has_turns=bool(config.environment.source),
             records_routes=recorded_routes(config, self._decoder) is not None,
             resident=bytes_on_device((self.state, self._policy.unshared, self._teacher), train) + reference,
             memory=self.memory,
         )
-
-    @property
-    def _transfer(self) -> Any:
-        return self._sampler.transfer

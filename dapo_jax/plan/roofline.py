@@ -4,7 +4,6 @@ This is a lower bound, not a measurement. It ignores latency, dependencies betwe
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -94,15 +93,12 @@ def work_of(
         "teacher's log-probabilities": ["score_teacher"],
         "update": ["update_add_longest", "update_apply"],
     }
-    total, network = Counter[str](), Counter[str]()
-    for one in programs:
-        total[one.name] = sum(kind.received_bytes for kind in one.traffic)
-        network[one.name] = sum(kind.network_bytes for kind in one.traffic)
+    traffic = {one.name: one.traffic for one in programs}
 
     def with_traffic(phase: Work) -> Work:
-        names = in_each_run[phase.phase]
-        over_network = phase.runs * sum(network[name] for name in names)
-        received = phase.runs * sum(total[name] for name in names)
+        kinds = [kind for name in in_each_run[phase.phase] for kind in traffic.get(name, ())]
+        received = phase.runs * sum(kind.received_bytes for kind in kinds)
+        over_network = phase.runs * sum(kind.network_bytes for kind in kinds)
         return replace(phase, ici_bytes=received - over_network, network_bytes=over_network)
 
     sampled = sampled_decoder(decoder, config.sampling)
@@ -173,12 +169,11 @@ def forward_flops(
     `pairs` is the number of query-key pairs. Each pair requires one product with a key and one with a value in every head.
     `chunk` is the number of tokens in a chunk of a Gated DeltaNet layer, or 0 for one token at a time.
     """
-    attention = 4 * decoder.count("blocks") * decoder.heads * decoder.head_dim
-    unembedding = _unembedding_parameters(decoder)
     recurrence = decoder.count("delta_blocks") * _recurrence_flops(decoder, chunk)
-    return (
-        (2 * matrix_parameters(decoder) + recurrence) * tokens + attention * pairs + 2 * unembedding * logits
-    )
+    layers = 2 * matrix_parameters(decoder) + recurrence
+    attention = 4 * decoder.count("blocks") * decoder.heads * decoder.head_dim
+    unembedding = 2 * _unembedding_parameters(decoder)
+    return layers * tokens + attention * pairs + unembedding * logits
 
 
 def _recurrence_flops(decoder: DecoderConfig, chunk: int) -> int:
@@ -256,13 +251,12 @@ def _prefill(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     lengths = (work.prompt_mean, work.context, work.between)
     counts = [each / sizes.samplers for each in (work.prompts, config.rollout.in_flight, again)]
     read = list(zip(lengths, counts, strict=True))
-    once, *more = (
-        count
-        * forward_flops(
-            decoder, tokens=length, pairs=length * (length + 1) / 2 * window_share(decoder, length), logits=1
-        )
-        for length, count in read
-    )
+
+    def flops(length: float) -> int | float:
+        pairs = length * (length + 1) / 2 * window_share(decoder, length)
+        return forward_flops(decoder, tokens=length, pairs=pairs, logits=1)
+
+    once, *more = (count * flops(length) for length, count in read)
     runs = sum(count * _calls(shape, length) for length, count in read)
     return Work(
         phase="prefill",

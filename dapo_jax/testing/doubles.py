@@ -139,16 +139,14 @@ class ScriptedEngine:
         tokens = np.zeros((self.slots, self.steps_per_call), np.int32)
         valid = np.zeros((self.slots, self.steps_per_call), bool)
         for step in range(self.steps_per_call):
-            pairs = zip(slots, until.tolist(), strict=True)
-            drawing = [slot.live and slot.drawn < most for slot, most in pairs]
-            live = sum(drawing)
-            if not live or (step and live < min_live):
+            drawing = [at for at, slot in enumerate(slots) if slot.live and slot.drawn < until[at]]
+            if not drawing or (step and len(drawing) < min_live):
                 break
-            self.live_slots.append(live)
-            for at, slot in enumerate(slots):
-                if drawing[at]:
-                    tokens[at, step], valid[at, step] = slot.tokens[slot.drawn], True
-                    slots[at] = replace(slot, drawn=slot.drawn + 1)
+            self.live_slots.append(len(drawing))
+            for at in drawing:
+                slot = slots[at]
+                tokens[at, step], valid[at, step] = slot.tokens[slot.drawn], True
+                slots[at] = replace(slot, drawn=slot.drawn + 1)
         going = np.array([slot.live for slot in slots])
         logprobs = -tokens.astype(np.float32)
         return tuple(slots), ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=going)

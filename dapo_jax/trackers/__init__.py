@@ -5,17 +5,20 @@ A tracker receives one dict of numbers per step. The package of an optional trac
 
 import importlib.util
 import math
+import netrc
 import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from os import PathLike
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 from dapo_jax.config import ConfigError, LogConfig
 from dapo_jax.hints import how_to_install
+from dapo_jax.storage import in_bucket, path_of
 from dapo_jax.trackers.json_lines import JsonlTracker, read_metrics, writing
-from dapo_jax.trackers.wandb import WandbTracker, has_wandb_key, wandb_mode
 
 __all__ = ["JsonlTracker", "MultiTracker", "TensorBoardTracker", "Tracker", "WandbTracker", "read_metrics"]
 
@@ -46,11 +49,10 @@ class TensorBoardTracker:
         OSError: the event file cannot be written; the message names the folder.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], resume_step: int | None = None) -> None:
+    def __init__(self, folder: str | PathLike[str], resume_step: int | None = None) -> None:
         files = importlib.import_module("tensorboardX.event_file_writer")
         records = importlib.import_module("tensorboardX.record_writer")
         self._events = importlib.import_module("tensorboardX.proto.event_pb2")
-        self._summaries = importlib.import_module("tensorboardX.proto.summary_pb2")
         self.folder = str(folder)
         records.directory_check(self.folder)
         # The default name has a timestamp in whole seconds, so a resume within the same second would overwrite the previous file.
@@ -58,18 +60,13 @@ class TensorBoardTracker:
         self._writer = files.EventsWriter(os.path.join(self.folder, "events"), suffix)
         self._closed = False
         if resume_step is not None:
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._write(self._events.Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            self._write(step=resume_step + 1, session_log={"status": "START"})
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Writes one scalar per metric. Values that are nan or infinite are left out, so TensorBoard shows gaps."""
-        values = [
-            self._summaries.Summary.Value(tag=name, simple_value=float(value))
-            for name, value in metrics.items()
-            if math.isfinite(value)
-        ]
-        summary = self._summaries.Summary(value=values)
-        self._write(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        values = [{"tag": name, "simple_value": value} for name, value in finite.items()]
+        self._write(step=step, summary={"value": values})
 
     def close(self) -> None:
         """Closes the event file."""
@@ -77,10 +74,55 @@ class TensorBoardTracker:
             self._closed = True
             self._writer.close()
 
-    def _write(self, event: object) -> None:
+    def _write(self, **event: Any) -> None:
         with writing("TensorBoard events", Path(self.folder)):
-            self._writer.write_event(event)
+            self._writer.write_event(self._events.Event(wall_time=time.time(), **event))
             self._writer.flush()
+
+
+class WandbTracker:
+    """One Weights & Biases run, new or continued. The environment variables WANDB_MODE (online, offline, disabled) and WANDB_PROJECT apply.
+
+    The horizontal axis of charts is a metric `step`, because wandb's own step counter cannot go back when a resumed run repeats steps.
+
+    Args:
+        run_dir: wandb stores its files in RUN_DIR/wandb, and the name of RUN_DIR becomes the run's name. For a run in a bucket,
+            the files are in WANDB_DIR or, if it is not set, in ./wandb.
+        run_id: `WandbTracker.run_id` of the run to continue, or None to start a new run.
+        config: the resolved configuration, shown with the charts.
+
+    Raises:
+        ImportError: wandb (`wandb` extra) is not installed.
+    """
+
+    def __init__(self, run_dir: str | PathLike[str], run_id: str | None, config: Mapping[str, Any]) -> None:
+        wandb = importlib.import_module("wandb")
+        folder = path_of(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=wandb_project(),
+            dir=None if in_bucket(folder) else str(folder),
+            id=run_id,
+            name=folder.name if in_bucket(folder) else folder.resolve().name,
+            resume=None if run_id is None else "allow",
+            config=dict(config),
+            settings=wandb.Settings(console="off"),  # otherwise wandb logs every redraw of the live view
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    @property
+    def run_id(self) -> str:
+        """The id of the wandb run. A resumed run passes this id to `WandbTracker` to continue the same charts."""
+        return self._run.id
+
+    def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Queues the metrics of one step, which wandb sends in the background."""
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Waits until all rows are written or sent."""
+        self._run.finish()
 
 
 class MultiTracker:
@@ -107,15 +149,33 @@ def check_trackers(log: LogConfig) -> None:
     Raises:
         ConfigError: a package or an API key is missing; the message contains the remedy.
     """
-    for key, wanted, package, extra in (
-        ("log.tensorboard", log.tensorboard, "tensorboardX", "tensorboard"),
-        ("log.wandb", log.wandb, "wandb", "wandb"),
-    ):
-        if wanted and importlib.util.find_spec(package) is None:
+    for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if getattr(log, name) and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{key}=true needs the package {package}, which is not installed: {how_to_install(extra)}, or set {key}=false"
+                f"log.{name}=true needs the package {package}, which is not installed: {how_to_install(name)}, or set log.{name}=false"
             )
     if log.wandb and wandb_mode() == "online" and not has_wandb_key():
         raise ConfigError(
             "log.wandb=true needs a Weights & Biases API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
         )
+
+
+def wandb_mode() -> str:
+    """Returns WANDB_MODE, or `online` if it is not set."""
+    return os.environ.get("WANDB_MODE") or "online"
+
+
+def wandb_project() -> str:
+    """Returns WANDB_PROJECT, or `dapo_jax` if it is not set."""
+    return os.environ.get("WANDB_PROJECT") or "dapo_jax"
+
+
+def has_wandb_key() -> bool:
+    """Returns whether the environment or the netrc file contains an API key. The key is not verified."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -51,13 +51,27 @@ def writing(what: str, path: AnyPath) -> Iterator[None]:
         raise OSError(error.errno, f"cannot write {what} ({error.strerror or error})", str(path)) from error
 
 
-def read_lines(path: AnyPath, *, what: str, needs: str) -> list[dict[str, Any]]:
-    """Returns the rows that `write_lines` wrote, in order.
+def read_lines(path: AnyPath, *, what: str, needs: str, active: bool = False) -> list[dict[str, Any]]:
+    """Returns the rows of a file, in order. If `active` is set, an incomplete last line is ignored.
 
     Raises:
         ValueError: a line is not a JSON object with the key `needs`. The message contains `what`, the file and the line.
     """
-    return [row for row, _ in _parsed(path, file_bytes(path), what=what, needs=needs)]
+    rows: list[dict[str, Any]] = []
+    lines = file_bytes(path).splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            _ = row[needs]
+        except (ValueError, KeyError, TypeError) as error:
+            if active and number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number} is not {what} ({error!r}): {line[:80]!r}") from error
+        rows.append(row)
+    return rows
+
+
+_read_steps = partial(read_lines, what="a line of metrics", needs="step", active=True)
 
 
 def _plain(value: Any) -> Any:
@@ -142,7 +156,7 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
         FileNotFoundError: neither the file nor the objects exist.
     """
     path = path_of(path)
-    rows = [row for file in _files_of(path) or [path] for row, _ in _metrics_of(file, file.read_bytes())]
+    rows = [row for file in _files_of(path) or [path] for row in _read_steps(file)]
     return sorted(rows, key=lambda row: row["step"])
 
 
@@ -151,27 +165,6 @@ def _files_of(path: AnyPath) -> list[AnyPath]:
     folder = path.with_name(path.stem)
     objects = [file for file in entries(folder) if file.suffix == path.suffix] if folder.is_dir() else []
     return [path, *objects] if path.exists() else objects
-
-
-def _parsed(
-    path: AnyPath, content: bytes, *, what: str, needs: str, active: bool = False
-) -> list[tuple[dict[str, Any], bytes]]:
-    """Returns the row and the text of each line of a file. If `active` is set, an incomplete last line is ignored."""
-    found: list[tuple[dict[str, Any], bytes]] = []
-    lines = content.splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            _ = row[needs]
-        except (ValueError, KeyError, TypeError) as error:
-            if active and number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number} is not {what} ({error!r}): {line[:80]!r}") from error
-        found.append((row, line))
-    return found
-
-
-_metrics_of = partial(_parsed, what="a line of metrics", needs="step", active=True)
 
 
 def _number(value: float | int) -> float | int | None:
@@ -185,8 +178,9 @@ def _cut_after(path: AnyPath, step: int) -> int | None:
     """Removes the lines of all steps after `step`, starting with the last file. Returns the last remaining step, or None."""
     steps: list[int] = []
     for file in reversed(_files_of(path)):
-        content = file.read_bytes()
-        kept = [(row["step"], line) for row, line in _metrics_of(file, content) if row["step"] <= step]
+        content = file_bytes(file)
+        pairs = zip(_read_steps(file), content.splitlines(), strict=False)  # the last line may be incomplete
+        kept = [(row["step"], line) for row, line in pairs if row["step"] <= step]
         whole = b"".join(line + b"\n" for _, line in kept)
         if not kept and file != path:
             file.unlink()

@@ -117,11 +117,8 @@ class Progress:
         found = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
         samples = {key: int(match[1]) for key in found if self._counts and (match := _COUNTED.fullmatch(key))}
         counted = [key for key, count in samples.items() if count == max(samples.values())]
-        # avg@k comes first because papers report it.
-        ordered = sorted(counted, key=lambda key: (not key.startswith("avg@"), key))
-        ordered += ["reward"] if "reward" in found else []
         shown = []
-        for key in ordered:
+        for key in [*sorted(counted), *["reward"] * ("reward" in found)]:
             form, error = ".3g" if key == "reward" else ".2f", found.get(f"{key}_stderr")
             spread = "" if error is None else f" ± {_formatted(error, form)}"
             shown.append(f"{key} {_formatted(found[key], form)}{spread}")
@@ -195,8 +192,7 @@ class Progress:
 
         held_out = [Text(f"{name}  {result}") for name, result in self._evaluations.items()] or [Text("-")]
         evaluations = Table.grid(padding=(0, 2, 0, 0))
-        for row, result in enumerate(held_out):
-            evaluations.add_row(Text("held out" if row == 0 else "", style="dim"), result)
+        evaluations.add_row(Text("held out", style="dim"), Group(*held_out))
         return Panel(
             Group(bars, Text(self._wave, style="dim"), numbers, "", evaluations),
             title="dapo_jax",
