@@ -204,7 +204,8 @@ class Updater:
         self._score = Together(jax.jit(self._score_program, out_shardings=self._rows))
         self._choose = Together(jax.jit(self._select_program, out_shardings=self._rows))
         changed, sums = (placed, self._whole), (placed.params, self._whole)
-        self._nothing = Together(jax.jit(self._nothing_program, out_shardings=sums))
+        begin = jax.jit(self._nothing_program, out_shardings=sums)
+        self._nothing, self._sums = Together(begin), begin.eval_shape
         self._add = Together(jax.jit(self._add_program, donate_argnums=1, out_shardings=(sums, self._whole)))
         self._apply = Together(jax.jit(self._apply_program, donate_argnums=0, out_shardings=changed))
         self._join = Together(jax.jit(_joined, out_shardings=self._whole))
@@ -332,13 +333,7 @@ class Updater:
 
     def sums_structs(self, state: TrainState) -> PyTree:
         """Returns the shapes and shardings of the running sums that are passed between the programs of an update."""
-        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
-        grads = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            state.params,
-            self._shardings,
-        )
-        return grads, scalar
+        return self._sums(state.params)
 
     def stack_structs(self, capacity: int, rows: int, row_tokens: int) -> Stack:
         """Returns the shapes and shardings of a stack."""
