@@ -116,11 +116,11 @@ class DecodeLoop:
 
     def drop(self, requests: Sequence[Request]) -> None:
         """Ends requests, whether they are queued, in prefill or in a slot. Requests that have already ended are ignored."""
-        slots, gone = self.slots, {id(request) for request in requests}
+        slots = self.slots
         for request in requests:
             request.dropped = True  # a request in prefill is removed once its prefill ends
         for slot, owner in enumerate(slots.owners):
-            if owner is not None and id(owner) in gone:
+            if owner is not None and owner.dropped:
                 slots.end(slot)
         for request in self.waiting:
             if request.dropped and request.row is not None:
