@@ -49,8 +49,6 @@ class Tally:
     """Number of groups in which every response is wrong."""
     differing: int = 0
     """Number of groups in which the scores differ, or 0 if the verdicts have no scores."""
-    flat_differing: int = 0
-    """Number of groups in which the scores differ although all responses are correct or all are wrong."""
 
     @property
     def mixed(self) -> int:
@@ -59,12 +57,10 @@ class Tally:
 
     def add(self, group: Group) -> None:
         """Adds one group to the counts."""
-        differs, flat = scores_differ(group), group.accuracy in (0.0, 1.0)
         self.groups += 1
         self.correct += group.accuracy == 1.0
         self.wrong += group.accuracy == 0.0
-        self.differing += differs
-        self.flat_differing += differs and flat
+        self.differing += scores_differ(group)
 
 
 class ShortfallError(RuntimeError):
@@ -112,12 +108,13 @@ def nothing_to_learn(tally: Tally, sampled: Sequence[Group], metric: str) -> str
             "so there is nothing to learn from them. The reward function may return the same score for every response, or the prompts may be "
             "too easy or too hard. Change the data or the reward function, raise batch.group_size"
         )
+    flat = sum(scores_differ(group) and group.accuracy in (0.0, 1.0) for group in sampled)
     differ = (
-        f" In {tally.flat_differing} of the all-correct and all-wrong groups the scores differ, because only a score above 0 is correct. If "
+        f" In {flat} of the all-correct and all-wrong groups the scores differ, because only a score above 0 is correct. If "
         "the reward is a number rather than a verdict, set dynamic_sampling.metric=score, which keeps these groups."
     )
     return (
         f"of {tally.groups} groups, {tally.correct} were all correct, {tally.wrong} all wrong, {tally.mixed} mixed."
-        f"{differ if tally.flat_differing else ''} If most are all correct, the prompts are too easy. If most are all wrong, the prompts are "
+        f"{differ if flat else ''} If most are all correct, the prompts are too easy. If most are all wrong, the prompts are "
         "too hard, or the grader recognizes no answer. Change the data or the grader"
     )

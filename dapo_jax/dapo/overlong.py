@@ -25,7 +25,7 @@ def overlong_penalty(
         A float in [-penalty_factor, 0], or a float64 array if `response_tokens` is an array.
 
     Raises:
-        ValueError: a length or the factor is negative, or the buffer is outside (0, max_response_tokens].
+        ValueError: the factor is negative, or the buffer is outside (0, max_response_tokens].
 
     >>> [overlong_penalty(n, max_response_tokens=100, buffer_tokens=20) for n in (80, 90, 100, 101)]
     [0.0, -0.5, -1.0, -1.0]
@@ -40,11 +40,7 @@ def overlong_penalty(
         )
     if not penalty_factor >= 0:
         raise ValueError(f"penalty_factor must be 0 or more (it is subtracted), got {penalty_factor}")
-    lengths = np.asarray(response_tokens)
-    if lengths.size and lengths.min() < 0:
-        raise ValueError(f"response_tokens must be 0 or more, got {lengths.min()}")
-
     free_tokens = max_response_tokens - buffer_tokens
-    used_frac = np.clip((lengths - free_tokens) / buffer_tokens, 0.0, 1.0)
+    used_frac = np.clip((np.asarray(response_tokens) - free_tokens) / buffer_tokens, 0.0, 1.0)
     penalty = 0.0 - penalty_factor * used_frac  # unlike -x, 0.0 - x is never negative zero
     return penalty if isinstance(response_tokens, np.ndarray) else float(penalty)

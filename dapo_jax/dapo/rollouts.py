@@ -225,37 +225,31 @@ def as_float(value: Any) -> float:
         return math.inf
 
 
-def _as_bool(value: Any) -> bool:
-    if as_float(value) not in (0.0, 1.0):
-        raise ValueError
-    return bool(value)
-
-
-def _as_text(value: Any) -> str:
-    value = plain_scalar(value)
-    if not isinstance(value, str | int | float):
-        raise ValueError
-    return str(value)
-
-
-def _as_lost(value: Any) -> str:
-    if value not in ("", *get_args(Lost)):
+def _checked(value: Any, holds: bool) -> Any:
+    if not holds:
         raise ValueError
     return value
 
 
+def _as_text(value: Any) -> str:
+    value = plain_scalar(value)
+    return str(_checked(value, isinstance(value, str | int | float)))
+
+
 def _as_parts(value: Any) -> dict[str, float]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ValueError
+    _checked(value, isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
     return {name: as_float(part) for name, part in value.items()}
 
 
 _VERDICT_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "correct": (_as_bool, "a bool"),
+    "correct": (lambda value: bool(_checked(value, as_float(value) in (0.0, 1.0))), "a bool"),
     "extracted": (lambda value: None if value is None else _as_text(value), "text, a number or None"),
     "reason": (_as_text, "text"),
     "score": (lambda value: None if value is None else as_float(value), "a number or None"),
-    "lost": (_as_lost, f"one of {get_args(Lost)} or an empty text"),
+    "lost": (
+        lambda value: _checked(value, value in ("", *get_args(Lost))),
+        f"one of {get_args(Lost)} or an empty text",
+    ),
     "parts": (_as_parts, "a mapping of names to numbers"),
     "turn_rewards": (lambda value: tuple(map(as_float, value)), "numbers"),
 }

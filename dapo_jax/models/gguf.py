@@ -103,16 +103,12 @@ class GgufFile:
         """
         heads, width = self._size("attention.head_count"), self._size("embedding_length")
         head_dim = self._size("attention.key_length", width // heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if (found := self._number(key, head_dim)) != head_dim:
-                raise ValueError(
-                    f"{self.where}: {self._architecture}.{key}={found} is not supported; it must equal the head dimension {head_dim}"
-                )
         windowed = self._architecture == "gemma3"
-        for key in ("expert_count", *(() if windowed else ("attention.sliding_window",))):
-            if found := self._number(key, 0):
+        needed = {"attention.value_length": head_dim, "rope.dimension_count": head_dim, "expert_count": 0}
+        for key, need in (needed if windowed else needed | {"attention.sliding_window": 0}).items():
+            if (found := self._number(key, need)) != need:
                 raise ValueError(
-                    f"{self.where}: {self._architecture}.{key}={found} is not supported; {WHAT_LOADS}"
+                    f"{self.where}: {self._architecture}.{key}={found} is not supported; it must be {need}. {WHAT_LOADS}"
                 )
         if "model.embed_tokens.weight" not in self.shapes:
             raise ValueError(f"{self.where} lacks the tensor 'token_embd.weight'")

@@ -73,27 +73,23 @@ def _client() -> Any:
 def _explained(name: str, revision: str | None) -> Iterator[None]:
     """Converts errors of huggingface_hub to ValueErrors whose messages contain a remedy."""
     errors = importlib.import_module("huggingface_hub.errors")
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    unreached = (
+        "HF_HUB_OFFLINE is set: unset it" if offline else "the hub cannot be reached: check the connection"
+    )
+    # GatedRepoError is a subclass of RepositoryNotFoundError, so it must come first.
+    known = {
+        errors.GatedRepoError: f"{name} is a gated model: accept its terms on the hub, and set HF_TOKEN to a token of the same account",
+        errors.RepositoryNotFoundError: f"the hub has no repository {name}, or it is private; check the name, or set HF_TOKEN to a token with access to it",
+        errors.RevisionNotFoundError: f"{name} has no revision {revision!r}; use a branch, a tag or a commit",
+        errors.LocalEntryNotFoundError: f"{name}{_at(revision)} is not in the cache (HF_HOME), or is incomplete there, and {unreached}, "
+        "download the model first, or use a local folder with a copy of the model",
+    }
     try:
         yield
-    # GatedRepoError is a subclass of RepositoryNotFoundError, so it must come first.
-    except errors.GatedRepoError as error:
-        raise ValueError(
-            f"{name} is a gated model: accept its terms on the hub, and set HF_TOKEN to a token of the same account"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ValueError(
-            f"the hub has no repository {name}, or it is private; check the name, or set HF_TOKEN to a token with access to it"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ValueError(f"{name} has no revision {revision!r}; use a branch, a tag or a commit") from error
-    except errors.LocalEntryNotFoundError as error:
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-        unreached = "the hub cannot be reached: check the connection"
-        why = "HF_HUB_OFFLINE is set: unset it" if offline else unreached
-        raise ValueError(
-            f"{name}{_at(revision)} is not in the cache (HF_HOME), or is incomplete there, and {why}, download the model first, "
-            "or use a local folder with a copy of the model"
-        ) from error
+    except tuple(known) as error:
+        why = next(why for kind, why in known.items() if isinstance(error, kind))
+        raise ValueError(why) from error
     except errors.HfHubHTTPError as error:
         raise ValueError(f"hub error for {name}{_at(revision)}: {str(error).splitlines()[0]}") from error
 

@@ -55,11 +55,6 @@ class DeltaSizes:
         return self.value_heads * self.value_dim
 
     @property
-    def state_numbers(self) -> int:
-        """Number of float32 numbers in the state of a sequence in one layer."""
-        return self.outputs * self.key_dim + (self.taps - 1) * self.channels
-
-    @property
     def matrix_rows(self) -> int:
         """Number of outputs of the matrices that are applied to the layer's input."""
         return self.channels + self.outputs + 2 * self.value_heads
@@ -214,7 +209,10 @@ class DecoderConfig:
     @property
     def state_bytes(self) -> int:
         """Size in bytes of the recurrent state of one sequence, in all Gated DeltaNet layers."""
-        return 0 if self.delta is None else 4 * self.delta.state_numbers * self.count("delta_blocks")
+        if (sizes := self.delta) is None:
+            return 0
+        numbers = sizes.outputs * sizes.key_dim + (sizes.taps - 1) * sizes.channels
+        return 4 * numbers * self.count("delta_blocks")
 
     @property
     def beyond_gpu(self) -> str:
@@ -230,58 +228,55 @@ class DecoderConfig:
     @property
     def parameters(self) -> int:
         """Number of parameters, excluding adapters and vocabulary padding."""
-        return self._parameters(1 if self.experts is None else self.experts.count)
-
-    @property
-    def active_parameters(self) -> int:
-        """Number of parameters that one token uses: all parameters except the experts that the router does not choose."""
-        return self._parameters(1 if self.experts is None else self.experts.chosen)
-
-    @property
-    def size_note(self) -> str:
-        """The number of parameters in words. With experts, it includes the number of parameters that each token uses."""
-        active = f" ({self.active_parameters:,} used per token)" if self.experts else ""
-        return f"{self.parameters:,} parameters{active}"
-
-    def _parameters(self, mlps: int) -> int:
-        """Returns the number of parameters if each layer has this number of MLPs."""
-        heads = self.head_dim * ((2 + self.attention_gate) * self.heads + 2 * self.kv_heads)
+        mlps, router = (1, 0) if self.experts is None else (self.experts.count, self.experts.count)
         bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         bias += self.output_bias * self.embed_dim + self.mlp_bias * (2 * self.mlp_dim + self.embed_dim)
         of_qk = {"none": 0, "head": 2, "all": self.heads + self.kv_heads}[self.qk_norm]
         norms = (4 if self.norm_place == "both" else 2) * self.embed_dim
-        router = 0 if self.experts is None else self.experts.count
-        layer = self.embed_dim * (3 * mlps * self.mlp_dim + router) + bias + norms
-        attention = self.embed_dim * heads + of_qk * self.head_dim
-        embeddings = self.vocab_size * self.embed_dim * (1 if self.tied_embeddings else 2)
-        found = self.layers * layer + self.count("blocks") * attention + embeddings + self.embed_dim
-        if (sizes := self.delta) is None:
-            return found
-        small = sizes.taps * sizes.channels + 2 * sizes.value_heads + sizes.value_dim
-        delta = self.embed_dim * (sizes.matrix_rows + sizes.outputs) + small
-        return found + self.count("delta_blocks") * delta
+        found = self.layers * (router * self.embed_dim + bias + norms)
+        found += self.count("blocks") * of_qk * self.head_dim
+        found += (self.vocab_size * (1 if self.tied_embeddings else 2) + 1) * self.embed_dim
+        for name, (inputs, outputs, layers) in self._matrices.items():
+            found += layers * inputs * outputs * (mlps if name in SETS["mlp"] else 1)
+        if (sizes := self.delta) is not None:
+            small = sizes.taps * sizes.channels + 2 * sizes.value_heads + sizes.value_dim
+            delta = self.embed_dim * (sizes.matrix_rows + sizes.outputs) + small
+            found += self.count("delta_blocks") * delta
+        return found
+
+    @property
+    def _matrices(self) -> dict[str, tuple[int, int, int]]:
+        """The inputs and outputs of each matrix of attention and MLP, and the number of layers that have it."""
+        embed, layers = self.embed_dim, self.count("blocks")
+        attended, kept = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (embed, attended * (1 + self.attention_gate), layers),
+            **dict.fromkeys(("k_proj", "v_proj"), (embed, kept, layers)),
+            "o_proj": (attended, embed, layers),
+            **dict.fromkeys(SETS["mlp"], (embed, self.mlp_dim, self.layers)),
+        }
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token uses: all parameters except the experts that the router does not choose."""
+        idle = 0 if self.experts is None else self.experts.count - self.experts.chosen
+        return self.parameters - idle * self.layers * 3 * self.mlp_dim * self.embed_dim
 
     @property
     def trained_parameters(self) -> int:
         """Number of trained parameters. If there are adapters, only they are trained."""
         if self.lora is None:
             return self.parameters
-        attended, kept = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        widths = {
-            "q_proj": self.embed_dim + attended * (1 + self.attention_gate),
-            "k_proj": self.embed_dim + kept,
-            "v_proj": self.embed_dim + kept,
-            "o_proj": attended + self.embed_dim,
-        }
-        inner = self.embed_dim + self.mlp_dim
-        of_delta = self.embed_dim + (0 if self.delta is None else self.delta.outputs)
-        total = 0
-        for name in self.lora.targets:
-            if name in DELTA_MATRICES:
-                total += self.count("delta_blocks") * of_delta
-            else:
-                total += widths[name] * self.count("blocks") if name in widths else inner * self.layers
-        return self.lora.rank * total
+        of_delta = self.embed_dim, 0 if self.delta is None else self.delta.outputs, self.count("delta_blocks")
+        matrices = self._matrices | dict.fromkeys(DELTA_MATRICES, of_delta)
+        sizes = [matrices[name] for name in self.lora.targets]
+        return self.lora.rank * sum(layers * (inputs + outputs) for inputs, outputs, layers in sizes)
+
+    @property
+    def size_note(self) -> str:
+        """The number of parameters in words. With experts, it includes the number of parameters that each token uses."""
+        active = f" ({self.active_parameters:,} used per token)" if self.experts else ""
+        return f"{self.parameters:,} parameters{active}"
 
     @property
     def base(self) -> "DecoderConfig":

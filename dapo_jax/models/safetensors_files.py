@@ -1,6 +1,6 @@
 """Reads and writes safetensors files tensor by tensor. A model is one file, or several shards with an index.
 
-Local files are memory-mapped by the safetensors library. From files in a bucket, only the needed byte ranges are fetched.
+Local files are memory-mapped. From files in a bucket, only the needed byte ranges are fetched.
 """
 
 import json
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from dapo_jax.models.tensors import PEFT_PREFIX, TEXT_PREFIXES, Cut, Shape, Tensor
 from dapo_jax.storage import (
@@ -38,25 +37,25 @@ STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The numpy name of each supported tensor type in a safetensors file."""
 _CODES = {name: code for code, name in STORED.items()}
 
-_MOST_HELD_BYTES = 2**28
-"""A file is closed when this many bytes of it have been read."""
-
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its type, its shape and, if the file is in a bucket, the byte at which the tensor begins."""
+    """A tensor in a file: its type, its shape, and the byte at which it begins."""
 
     path: AnyPath
     dtype: str
     shape: Shape
-    start: int = 0
+    start: int
 
     def read(self, cut: Cut) -> np.ndarray:
-        """Returns the part `cut` of the tensor. Only the needed rows are fetched, but with all their columns.
+        """Returns the part `cut` of the tensor. From a bucket, only the needed rows are fetched, but with all their columns.
 
         Raises:
             OSError: the file cannot be read.
         """
         kind = jnp.dtype(self.dtype)
+        if not in_bucket(self.path) and math.prod(self.shape):
+            # The mapping ends with this call. Otherwise, the pages that were read would stay in memory.
+            return np.array(np.memmap(self.path, kind, "r", self.start, self.shape)[cut])
         first, last, _ = cut[0].indices(self.shape[0]) if cut else (0, 1, 1)
         row = math.prod(self.shape[1:]) * kind.itemsize
         data = range_bytes(self.path, self.start + first * row, self.start + max(first, last) * row)
@@ -65,33 +64,36 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file by name. Only the header of the file is fetched.
+    """Returns the tensors of a file by name. Only the header of the file is read.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is incomplete, or a tensor is not float32, float16 or bfloat16.
+        ValueError: the file is incomplete or damaged, or a tensor is not float32, float16 or bfloat16.
     """
-    size = size_of(path)
-    begin = 8 + int.from_bytes(range_bytes(path, 0, min(8, size)), "little")
-    if not 8 < begin <= size:
-        raise ValueError(f"cannot read {path}: the header ends at byte {begin:,}, the file at byte {size:,}")
+    whole = size_of(path)
+    begin = 8 + int.from_bytes(range_bytes(path, 0, min(8, whole)), "little")
+    if not 8 < begin <= whole:
+        raise ValueError(f"cannot read {path}: the header ends at byte {begin:,}, the file at byte {whole:,}")
     listed = read_object(range_bytes(path, 8, begin), path)
     found, end = {}, begin
     for name, entry in listed.items():
         if name == "__metadata__":
             continue
-        shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
-        found[name] = StoredTensor(path, _dtype(path, name, entry["dtype"]), shape, begin + first)
+        try:
+            code, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            size, numbers = last - first, math.prod(shape)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"cannot read {path}: the header's entry of {name} is {entry!r:.200}") from error
+        if code not in STORED:
+            known = ", ".join(STORED)
+            raise ValueError(f"{path}: {name} has type {code}, which is not supported (only {known})")
+        if size != numbers * jnp.dtype(STORED[code]).itemsize:
+            raise ValueError(f"cannot read {path}: {name} has {size:,} bytes, but shape {shape}")
+        found[name] = StoredTensor(path, STORED[code], shape, begin + first)
         end = max(end, begin + last)
-    if end != size:
-        raise ValueError(f"cannot read {path}: it has {size:,} bytes, but its tensors end at byte {end:,}")
+    if end != whole:
+        raise ValueError(f"cannot read {path}: it has {whole:,} bytes, but its tensors end at byte {end:,}")
     return found
-
-
-def _dtype(path: AnyPath, name: str, code: str) -> str:
-    if code not in STORED:
-        raise ValueError(f"{path}: {name} has type {code}, which is not supported (only {', '.join(STORED)})")
-    return STORED[code]
 
 
 class SafetensorsFolder:
@@ -108,13 +110,10 @@ class SafetensorsFolder:
         self.where = str(only if listed is None else folder / INDEX)
         """Path of the single file, or of the index if there are several files."""
         self._tensors: dict[str, StoredTensor] = {}
-        self._open: Any = None
-        self._path: AnyPath | None = None
-        self._held_bytes = 0
         for path in [only] if listed is None else [folder / file for file in sorted(set(listed.values()))]:
             try:
-                self._tensors |= stored_tensors(path) if in_bucket(path) else _local_tensors(path)
-            except (OSError, SafetensorError) as error:
+                self._tensors |= stored_tensors(path)
+            except OSError as error:
                 raise ValueError(f"cannot read {path}: {error}") from error
         for name, file in (listed or {}).items():
             if name not in self._tensors or self._tensors[name].path != folder / file:
@@ -127,25 +126,13 @@ class SafetensorsFolder:
         self.skipped = len(self._tensors) - len(self.shapes)
         """Number of tensors that do not belong to the text model."""
 
-    def _opened(self, path: AnyPath) -> Any:
-        """Opens a file, which takes milliseconds, or returns the file that is still open. Pages that were read stay in memory until the file is closed."""
-        if path != self._path or self._held_bytes > _MOST_HELD_BYTES:
-            self._open = self._path = None
-            self._open, self._path, self._held_bytes = safe_open(path, framework="numpy"), path, 0
-        return self._open
-
     def read(self, name: str, cut: Cut) -> np.ndarray:
         """Returns the part `cut` of a tensor, in the dtype stored in the file."""
-        stored = self._stored[name]
-        path = self._tensors[stored].path
+        stored = self._tensors[self._stored[name]]
         try:
-            if in_bucket(path):
-                return self._tensors[stored].read(cut)
-            found = self._opened(path).get_slice(stored)[cut]
-            self._held_bytes += found.nbytes
-            return found
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read {name} from {path}: {error}") from error
+            return stored.read(cut)
+        except OSError as error:
+            raise ValueError(f"cannot read {name} from {stored.path}: {error}") from error
 
 
 _OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
@@ -181,15 +168,6 @@ def _read_index(folder: AnyPath) -> dict[str, str]:
         if file not in there:
             raise ValueError(f"{path} lists {name!r} in {file!r}, which is not in this folder")
     return listed
-
-
-def _local_tensors(path: AnyPath) -> dict[str, StoredTensor]:
-    with safe_open(path, framework="numpy") as file:
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        return {
-            name: StoredTensor(path, _dtype(path, name, part.get_dtype()), tuple(part.get_shape()))
-            for name, part in parts.items()
-        }
 
 
 def write_tensors(folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str, max_shard_bytes: int) -> int:

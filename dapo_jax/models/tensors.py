@@ -7,7 +7,6 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -167,22 +166,16 @@ class _Tensors:
             return (rows, width) if "{}" in theirs else (self.experts, rows, width)
         return rows, *like[1:]
 
-    def names(self, theirs: str, layer: int) -> list[str]:
-        """Returns the full names of a layer's tensor: one, or one for each expert."""
-        name = _in_layer(theirs, layer)
-        return [name.format(expert) for expert in range(self.experts)] if "{}" in name else [name]
-
     def order(self, ours: str, *, back: bool = False) -> np.ndarray | None:
-        """Returns the index in the file of each dimension of a head, if files of this family rotate neighbouring dimensions. With `back`, returns the inverse."""
-        if not self._rotated or ours.removesuffix("_bias") not in ("query", "key"):
+        """Returns the index in the file of each dimension of a head, if files of this family rotate neighbouring dimensions. With `back`, returns the inverse.
+
+        `ours` may be an adapter parameter, such as `query_lora_b`. Only B has the dimensions of a head.
+        """
+        if not self._rotated or ours.removesuffix("_bias").removesuffix("_lora_b") not in ("query", "key"):
             return None
         rotated = np.arange(self._rotated).reshape(-1, 2).T.reshape(-1)
         order = np.concatenate([rotated, np.arange(self._rotated, self._head_dim)])
         return np.argsort(order) if back else order
-
-    def adapter_order(self, name: str, *, back: bool = False) -> np.ndarray | None:
-        """Returns `order` for an adapter parameter, such as `query_lora_b`. Only B has the dimensions of a head."""
-        return self.order(name.removesuffix("_lora_b"), back=back)
 
     def adapter_name(self, name: str, layer: int) -> str:
         """Returns PEFT's name for an adapter parameter of a layer in a text model, such as `query_lora_a`."""
@@ -192,15 +185,7 @@ class _Tensors:
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     """Returns the name and shape of each tensor of the decoder, without adapters, in the order in which they are written."""
-    pure = nnx.to_pure_dict(shapes_of(replace(config.base, vocab_multiple=1)))
-    found = {_END_TENSORS[name]: like.shape for name, like in pure["ends"].items()}
-    tensors = _tensors(config)
-    return found | {
-        name: tensors[stack].shape(theirs)
-        for layer, (stack, _) in enumerate(config.places)
-        for theirs in tensors[stack].parts
-        for name in tensors[stack].names(theirs, layer)
-    }
+    return {tensor.name: tensor.shape for tensor in exported(config, shapes_of(config.base))}
 
 
 def _tensors(config: DecoderConfig) -> dict[str, _Tensors]:
@@ -278,17 +263,16 @@ def place(
         jax.tree.map(lambda _: None, like) if shardings is None else nnx.to_pure_dict(shardings(shapes))
     )
 
-    put, tensors = functools.partial(_put, file, dtype=dtype, by_rows=by_rows), _tensors(config)
+    put, tensors = functools.partial(_put, dtype=dtype, by_rows=by_rows), _tensors(config)
     for name, leaf in like["ends"].items():
-        pure["ends"][name] = put(_END_TENSORS[name], name, leaf.shape, where["ends"][name])
+        pure["ends"][name] = put(file, _END_TENSORS[name], name, leaf.shape, where["ends"][name])
 
     def put_layer(name: str, layer: int, shape: Shape, sharding: Sharding | None) -> Array:
         own = tensors[config.places[layer][0]]
         theirs, first = _in_layer(own.name[name], layer), own.first(name)
         if own.of_experts(name):
-            view = _OfExperts(file, theirs, first, shape)
-            return _put(view, theirs, name, shape, sharding, dtype=dtype, by_rows=by_rows)
-        return put(theirs, name, shape, sharding, first=first, order=own.order(name))
+            return put(_OfExperts(file, theirs, first, shape), theirs, name, shape, sharding)
+        return put(file, theirs, name, shape, sharding, first=first, order=own.order(name))
 
     for layer, (stack, index) in enumerate(config.places) if apart else ():
         pure[stack][index] = {
@@ -313,7 +297,7 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
 
     Args:
         config: configuration of the decoder, including the scale of `adapters`.
-        params: all parameters except adapters, with any sharding, and with layers stacked or separate.
+        params: all parameters except adapters, with any sharding, and with layers stacked or separate. They may be shapes, if no `fetch` is called.
         adapters: adapters to merge into their matrices, in float32.
     """
     pure = nnx.to_pure_dict(params)
@@ -344,11 +328,11 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
     for layer, (stack, _) in enumerate(config.places):
         own = tensors[stack]
         for theirs, parts in own.parts.items():
-            names, shape = own.names(theirs, layer), own.shape(theirs)
+            name, shape = _in_layer(theirs, layer), own.shape(theirs)
             axis = 1 if own.of_experts(parts[0]) and "{}" not in theirs else 0
-            for expert, name in enumerate(names):
-                at = (layer, expert) if "{}" in theirs else (layer,)
-                yield Tensor(name, shape, functools.partial(joined, parts, axis, *at))
+            for expert in ((each,) for each in range(own.experts)) if "{}" in theirs else [()]:
+                fetched = functools.partial(joined, parts, axis, layer, *expert)
+                yield Tensor(name.format(*expert), shape, fetched)
 
 
 def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tensor]:
@@ -358,7 +342,7 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
 
     def fetch(name: str, layer: int, shape: Shape) -> np.ndarray:
         stack, index = config.places[layer]
-        found, order = _gathered(stacks[stack][name], index), tensors[stack].adapter_order(name, back=True)
+        found, order = _gathered(stacks[stack][name], index), tensors[stack].order(name, back=True)
         return (found if order is None else found[:, order]).reshape(shape)
 
     for layer, (stack, _) in enumerate(config.places):
@@ -396,17 +380,12 @@ def place_adapters(
     """
     shapes = parted(shapes_of(config))[0]
     pure, tensors = nnx.to_pure_dict(shapes), _tensors(config)
-    wanted = {
-        tensors[stack].adapter_name(name, layer): _adapter_shape(name, leaf.shape[1:])
-        for layer, (stack, _) in enumerate(config.places)
-        for name, leaf in pure.get(stack, {}).items()
-    }
-    _check_names(file, wanted)
+    _check_names(file, {tensor.name: tensor.shape for tensor in adapter_tensors(config, shapes)})
     where = None if shardings is None else nnx.to_pure_dict(shardings(shapes))
     for stack, leaves in pure.items():
         of_stack, layers = tensors[stack], [i for i, (its, _) in enumerate(config.places) if its == stack]
         for name, leaf in leaves.items():
-            whole, order = (slice(None), slice(None)), of_stack.adapter_order(name)
+            whole, order = (slice(None), slice(None)), of_stack.order(name)
             parts = [_finite(file, of_stack.adapter_name(name, layer), whole) for layer in layers]
             made = np.stack([part.astype(np.float32).reshape(leaf.shape[1:]) for part in parts])
             made = made if order is None else made[:, :, order]
@@ -569,7 +548,5 @@ def _theirs_cut(name: str, shape: Shape, whole: Cut) -> Cut:
     axis = _merged(name, shape)
     if axis is None:
         return whole
-    heads, within, dim = whole[axis], whole[axis + 1], shape[axis + 1]
-    if within.stop - within.start != dim:
-        raise ValueError(f"{name} can be split only between heads, not within head_dim={dim}")
+    heads, dim = whole[axis], shape[axis + 1]  # a head is never split
     return (*whole[:axis], slice(heads.start * dim, heads.stop * dim), *whole[axis + 2 :])

@@ -22,10 +22,9 @@ ABSENT = 0xFFFF
 class _Dataset:
     """The evaluations of one dataset, in the order of their steps."""
 
-    keys: list[str] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     places: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(question key, number of earlier occurrences in the same evaluation) -> the problem's index."""
+    """(question key, number of earlier occurrences in the same evaluation) -> the problem's index, in the order of the indices."""
     texts: list[tuple[int, int]] = field(default_factory=list)
     """(chunk, count) pairs: each chunk contains the texts of the next `count` problems."""
     evaluations: list[tuple[int, int, dict[int, tuple[int, int, float | None]]]] = field(default_factory=list)
@@ -62,20 +61,18 @@ class Evaluations:
             return
         dataset = self._datasets.setdefault(problems[0]["dataset"], _Dataset())
         seen = Counter[str]()
-        places, new = [], []
+        placed, new = dict[int, Mapping[str, Any]](), []
         for problem in problems:
             key = key_of(problem["prompt"], problem["answer"])
             identity = key, seen[key]
             seen[key] += 1
             if identity not in dataset.places:
-                dataset.places[identity] = len(dataset.keys)
-                dataset.keys.append(key)
+                dataset.places[identity] = len(dataset.places)
                 dataset.prompts.append(problem["prompt"])
                 new.append([problem["prompt"], problem["answer"], problem.get("place")])
-            places.append(dataset.places[identity])
+            placed[dataset.places[identity]] = problem
         if new:
             dataset.texts.append((self._chunk(new), len(new)))
-        placed = dict(zip(places, problems, strict=True))
         chunk = self._chunk({place: self._record(problem) for place, problem in placed.items()})
         numbers = {at: (one["correct"], one["samples"], one.get("reward")) for at, one in placed.items()}
         dataset.evaluations.append((problems[0]["step"], chunk, numbers))
@@ -86,7 +83,7 @@ class Evaluations:
             {
                 "name": name,
                 "heads": heads(dataset.prompts),
-                "keys": [*dataset.keys],
+                "keys": [key for key, _ in dataset.places],
                 "texts": [*dataset.texts],
                 "evaluations": [[step, chunk] for step, chunk, _ in dataset.evaluations],
             }
@@ -103,7 +100,7 @@ class Evaluations:
         """
         arrays = []
         for dataset in self._datasets.values():
-            numbers = np.full((3, len(dataset.evaluations), len(dataset.keys)), np.nan)
+            numbers = np.full((3, len(dataset.evaluations), len(dataset.places)), np.nan)
             for line, (_, _, found) in enumerate(dataset.evaluations):
                 numbers[:, line, list(found)] = np.array(list(found.values()), np.float64).T
             counts = np.where(np.isnan(numbers[:2]), ABSENT, numbers[:2]).astype("<u2")

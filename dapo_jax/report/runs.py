@@ -77,7 +77,10 @@ def named(places: Sequence[str | PathLike[str]]) -> dict[str, AnyPath]:
 def read_run(place: AnyPath, name: str, *, early: bool = False) -> RunFiles:
     """Loads one run. If `early` is set, the run may have no metrics yet. Raises the same errors as `read_runs`."""
     file = place / "config.yaml"
-    config = _config(file) if file.is_file() else None
+    try:
+        config = load_config(file) if file.is_file() else None
+    except ConfigError as error:
+        raise ConfigError(f"{error}; reports are only for runs of dapo-jax train") from error
     try:
         rows = read_metrics(place / "metrics.jsonl")
     except FileNotFoundError:
@@ -124,13 +127,6 @@ def _of_steps(folder: AnyPath, pattern: re.Pattern[str]) -> list[AnyPath]:
     names = {path: path.relative_to(folder).as_posix() for path in files_below(folder)}
     found = [(int(match[1]), path) for path, name in names.items() if (match := pattern.fullmatch(name))]
     return [path for _, path in sorted(found)]
-
-
-def _config(file: AnyPath) -> TrainConfig:
-    try:
-        return load_config(file)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; reports are only for runs of dapo-jax train") from error
 
 
 def _status_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]]) -> RunStatus:

@@ -56,16 +56,13 @@ class _Followed:
 
     def _read(self, files: Sequence[AnyPath], read: Callable[[AnyPath], None], until: float) -> bool:
         """Passes new files to `read` until time `until`, but at least one file, so that slow storage does not prevent progress."""
-        found = False
-        for file in files:
-            if file in self._done:
-                continue
-            if found and time.monotonic() > until:
+        new = [file for file in files if file not in self._done]
+        for place, file in enumerate(new):
+            if place and time.monotonic() > until:
                 break
             read(file)
             self._done.add(file)
-            found = True
-        return found
+        return bool(new)
 
 
 class Watched:

@@ -18,6 +18,7 @@ from dapo_jax.sampling.pages import PageSizes, pages_for, slot_pages
 Kind = Literal["slots", "pages", "tpu", "gpu"]
 """`slots`: a dense cache, in which every slot has room for the longest sequence. `pages`: a paged cache built from XLA operations. `tpu`, `gpu`: a paged cache with a
 kernel for that platform."""
+_MODULES: dict[Kind, Any] = {"slots": cache, "pages": cache, "tpu": tpu_cache, "gpu": gpu_cache}
 
 DEFAULT_PAGE_TOKENS = {"tpu": 128}
 """Default number of tokens per page by platform; 64 on other platforms. The TPU default is the number of lanes in a register."""
@@ -51,12 +52,9 @@ def without_kernel(mesh: Mesh, head_dim: int, dtype: str, beyond_gpu: str = "") 
 def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) -> int:
     """Returns the size in bytes, per device, of one token's keys, values and scales across all layers with attention, with the heads sharded over the devices."""
     heads, tokens = -(-config.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
-    page = jax.eval_shape(lambda: _module(kind).empty(1, heads, tokens, config.head_dim, dtype))
-    return (
-        config.count("blocks")
-        * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
-        // tokens
-    )
+    page = jax.eval_shape(lambda: _MODULES[kind].empty(1, heads, tokens, config.head_dim, dtype))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+    return config.count("blocks") * size // tokens
 
 
 def sizes_for(
@@ -140,7 +138,7 @@ def cache_for(
             f"the model's {kv_heads} key heads cannot be split over the {tensor} devices of the sampler's tensor axis; "
             f"set parallel.sampler_tensor, or parallel.tensor, to a divisor of {kv_heads}"
         )
-    pages = _module(kind)
+    pages = _MODULES[kind]
     step = paged_cache if kind == "pages" else pages
     reading = partial(step.reading, page_tokens=sizes.page_tokens)
     extend = partial(step.extend, dtype=compute_dtype)
@@ -162,7 +160,3 @@ def cache_for(
             partial(extend, **window), in_specs=(layer, slots, heads, heads, heads), out_specs=(heads, layer)
         )(*arrays),
     )
-
-
-def _module(kind: Kind) -> Any:
-    return {"slots": cache, "pages": cache, "tpu": tpu_cache, "gpu": gpu_cache}[kind]

@@ -176,8 +176,9 @@ class TurnTaking:
 
     def end_turn(self, request: Request, reason: FinishReason) -> None:
         """Ends the request's current turn with the finish reason `reason`, and passes the turn to the environment."""
-        turn = request.end_turn(reason)
-        self._await(request, self._environments.step(request.prompt, request.index, turn))
+        request.end_turn(reason)
+        step = self._environments.step(request.prompt, request.index, request.drawn_turns[-1])
+        self._await(request, step)
 
     def resume(self, resumed: Callable[[Request], bool]) -> None:
         """Calls `resumed` for each episode that has an answer to continue with. If `resumed` returns False, `continuing` returns the episode for prefill."""

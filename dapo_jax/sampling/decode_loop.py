@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
-from dapo_jax.dapo.rollouts import FinishReason
+from dapo_jax.dapo.rollouts import NO_ROUTE, FinishReason
 from dapo_jax.sampling.decoding import Decoding, decoding_of_slots
 from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
 from dapo_jax.sampling.pages import Fill
@@ -116,13 +116,12 @@ class DecodeLoop:
 
     def drop(self, requests: Sequence[Request]) -> None:
         """Ends requests, whether they are queued, in prefill or in a slot. Requests that have already ended are ignored."""
-        slots, gone = self.slots, {id(request) for request in requests}
+        slots = self.slots
         for request in requests:
             request.dropped = True  # a request in prefill is removed once its prefill ends
         for slot, owner in enumerate(slots.owners):
-            if owner is not None and id(owner) in gone:
+            if owner is not None and owner.dropped:
                 slots.end(slot)
-                slots.released.append(slot)
         for request in self.waiting:
             if request.dropped and request.row is not None:
                 slots.let_go(request)
@@ -135,7 +134,6 @@ class DecodeLoop:
         assert not slots.aside, "paused responses are not re-prefilled"
         running = sorted((owner.order, slot) for slot, owner in enumerate(slots.owners) if owner is not None)
         again = [slots.end(slot) for _, slot in running]
-        slots.released += [slot for _, slot in running]
         for request in self.waiting:
             request.prefix = None
             if request.row is not None:
@@ -213,7 +211,7 @@ class DecodeLoop:
                 indices=np.array([request.index for request in requests], np.int32),
                 limits=np.array([request.limit - request.begun for request in requests], np.int32),
                 drawn=np.array([request.drawn - request.begun for request in requests], np.int32),
-                turns=np.array([request.turn for request in requests], np.int32),
+                turns=np.array([len(request.turns) for request in requests], np.int32),
                 fills=[(request.place, fill) for request, _, fills in batch for fill in fills],
                 fed=[request.fed for request in requests],
             )
@@ -246,13 +244,12 @@ class DecodeLoop:
             cut = stop(request.tokens[begun : request.drawn], seen - begun) if stop else None
             if live[slot] and cut is None:
                 continue
-            slots.park(slot) if self._park else slots.end(slot)
-            if live[slot]:
-                slots.released.append(slot)
+            (slots.park if self._park else slots.end)(slot, live=bool(live[slot]))
             if cut is not None:
                 request.drawn = begun + cut
             # Whether the last token was processed depends on other slots. If the episode continues, the token is processed again.
-            request.forget_routes(request.drawn - 1)
+            if request.routes is not None:
+                request.routes[request.drawn - 1 :] = NO_ROUTE
             stopped = cut is not None or int(request.tokens[request.drawn - 1]) in self._engine.stop_ids
             ended.append((request, "stop" if stopped else "length"))
         return ended
@@ -268,7 +265,6 @@ class DecodeLoop:
             return
         for slot, request in pausing:
             slots.park(slot)
-            slots.released.append(slot)
             assert request.row is not None
             request.prefix, request.place = _PAUSED, request.row
         places = [request.place for _, request in pausing]

@@ -187,7 +187,7 @@ class DecoderEngine:
         )
         # The shardings are fixed, because `insert` and `generate` would be recompiled for a state with other shardings.
         shapes, whole = jax.eval_shape(self._init_program), self._whole
-        self._struct = partial(jax.ShapeDtypeStruct, sharding=whole)
+        self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
         layers, states = (
             jax.tree.map(lambda _: self._halves, each) for each in (shapes.layers, shapes.states)
         )
@@ -291,10 +291,7 @@ class DecoderEngine:
         number, column, fills, rows, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
         positions = jax.ShapeDtypeStruct((self.capacity,), jnp.int32)
-        rope = jax.tree.map(
-            lambda table: self._struct(table.shape, table.dtype),
-            jax.eval_shape(partial(rope_tables, config=self._config), positions),
-        )
+        rope = self._angles.eval_shape(positions, self._config)
         programs, prefixes = self._read.programs(params, again=again)
         made = {
             "init": self._init.lower,
@@ -310,7 +307,7 @@ class DecoderEngine:
             made["none_paused"] = self._none_paused.lower
             made["paused"] = partial(self._paused.lower, held, pausing, places, number)
         if self.feed_tokens:
-            one = self._struct((1, *state.logits.shape[1:]), state.logits.dtype)
+            one = jax.ShapeDtypeStruct((1, *state.logits.shape[1:]), state.logits.dtype, sharding=self._whole)
             prefixes["parked"] = Prefix(layers=(), logits=one, rows=column, starts=column, lengths=column)
         fed = jax.ShapeDtypeStruct((self.slots, self.feed_tokens), jnp.int32)
         feeding = (fed, column) if self.feed_tokens else ()
@@ -328,7 +325,7 @@ class DecoderEngine:
         """The rotary embedding tables. They are an argument of the programs; if a program computed them, XLA would recompute the cosines in every layer and
         for every head. They are computed at first use, so an engine that is only compiled allocates no array."""
         positions = jnp.arange(self.capacity, dtype=jnp.int32)
-        return jax.jit(rope_tables, static_argnums=1, out_shardings=self._whole)(positions, self._config)
+        return self._angles(positions, self._config)
 
     def _padded(self, values: np.ndarray) -> np.ndarray:
         padded = np.zeros((*values.shape[:-1], self.slots), np.int32)

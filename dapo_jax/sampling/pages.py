@@ -131,11 +131,8 @@ class Pages:
     def release(self, holder: int) -> None:
         """Releases the holder's pages. Pages with other holders stay in use."""
         held, pool, shared = self._held[holder], self.sizes.pool_of(holder), self._shares.pop(holder, None)
-        holders, gone = self._holders[pool], []
-        for page in held:
-            holders[page] -= 1
-            if not holders[page]:
-                gone.append(page)
+        self._holders[pool][held] -= 1
+        gone = [page for page in held if not self._holders[pool][page]]
         # All full pages of a prompt have the same holders, so they are freed together with its first page.
         if shared is not None and held[0] in gone:
             del self._prompts[pool, shared]

@@ -120,10 +120,9 @@ class Prefill:
             prefix = self._rows(params, packed, [routes[index] for index in packed.indices], score)
             yield [(index, prefix, place) for place, index in enumerate(packed.indices)]
         for index, prompt in enumerate(prompts):
-            for prefix in (
-                self._parts(params, prompt, routes[index], score) if len(prompt) > self.shape.width else ()
-            ):
-                yield [] if prefix is None else [(index, prefix, 0)]
+            if len(prompt) > self.shape.width:
+                for prefix in self._parts(params, prompt, routes[index], score):
+                    yield [] if prefix is None else [(index, prefix, 0)]
 
     def programs(
         self, params: SamplerWeights, *, again: bool

@@ -104,14 +104,11 @@ def _packed(
 def _first_fit(sizes: dict[int, int], shape: PrefillShape) -> list[list[int]]:
     """Packs the keys of `sizes`, longest first, each into the first row with enough room. No size may exceed the row width."""
     lines: list[list[int]] = []
-    left: list[int] = []
     for index in sorted(sizes, key=lambda index: -sizes[index]):
-        open_to = (line for line in range(len(lines)) if len(lines[line]) < shape.row_prompts)
-        place = next((line for line in open_to if left[line] >= sizes[index]), None)
-        if place is None:
-            place = len(lines)
-            lines.append([])
-            left.append(shape.width)
-        lines[place].append(index)
-        left[place] -= sizes[index]
+        room = shape.width - sizes[index]
+        open_to = (line for line in lines if len(line) < shape.row_prompts)
+        line = next((line for line in open_to if sum(sizes[other] for other in line) <= room), None)
+        if line is None:
+            lines.append(line := [])
+        line.append(index)
     return lines

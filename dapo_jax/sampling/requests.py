@@ -135,11 +135,6 @@ class Request:
         self.target = self.target or self.limit
 
     @property
-    def turn(self) -> int:
-        """Index of the current turn of an episode, from 0."""
-        return len(self.turns)
-
-    @property
     def context_start(self) -> int | None:
         """Index of the token with which the current context begins, or None if the context begins with the prompt."""
         return self.contexts[-1].first if self.contexts else None
@@ -214,11 +209,6 @@ class Request:
         own = self.routes[at : min(self.drawn, at + len(routes))]
         np.copyto(own, routes[: len(own)], where=own == NO_ROUTE)
 
-    def forget_routes(self, first: int) -> None:
-        """Discards the records of the response's tokens from `first` on."""
-        if self.routes is not None:
-            self.routes[first:] = NO_ROUTE
-
     @property
     def recorded(self) -> int:
         """Number of response tokens up to the last one with a record."""
@@ -230,11 +220,10 @@ class Request:
         """Returns a copy of the records of the response's tokens from `first` on."""
         return None if self.routes is None else self.routes[first : self.drawn].copy()
 
-    def end_turn(self, reason: FinishReason) -> DrawnTurn:
-        """Ends the current turn of an episode and returns it."""
+    def end_turn(self, reason: FinishReason) -> None:
+        """Ends the current turn of an episode."""
         self.turns = (*self.turns, TurnSpan(self.begun, self.drawn))
         self.reasons = (*self.reasons, reason)
-        return self.drawn_turns[-1]
 
     @property
     def drawn_turns(self) -> list[DrawnTurn]:
@@ -314,8 +303,7 @@ class Reading:
     def __init__(self, engine: Engine, params: PyTree) -> None:
         self._engine, self._params = engine, params
         self._work: Iterator[list[tuple[int, PyTree, int]]] = iter(())
-        self._requests: Sequence[Sequence[Request]] = ()
-        self._unread: set[int] = set()
+        self._unread: dict[int, Sequence[Request]] = {}
 
     @property
     def busy(self) -> bool:
@@ -325,11 +313,11 @@ class Reading:
     @property
     def unread(self) -> list[Sequence[Request]]:
         """The requests of each sequence that has not been prefilled yet."""
-        return [self._requests[index] for index in sorted(self._unread)]
+        return list(self._unread.values())
 
     def begin(self, requests: Sequence[Sequence[Request]]) -> None:
         """Starts to prefill sequences, each shared by a list of requests."""
-        self._requests, self._unread = requests, set(range(len(requests)))
+        self._unread = dict(enumerate(requests))
         records = [same[0].context_routes for same in requests]
         known = (records,) if any(each is not None for each in records) else ()
         self._work = self._engine.prefill(self._params, [same[0].sequence for same in requests], *known)
@@ -338,13 +326,12 @@ class Reading:
         """Runs one prefill call. Returns the requests that can start now."""
         new: list[Request] = []
         for index, prefix, place in next(self._work):
-            self._unread.remove(index)
             routes = getattr(prefix, "routes", None)
-            for request in self._requests[index]:
+            for request in self._unread.pop(index):
                 request.prefix, request.place, request.fed = prefix, place, NOTHING
                 if routes is not None:
                     request.record(0, routes[place])
                 new.append(request)
         if not self._unread:
-            self._work, self._requests = iter(()), ()  # frees prefixes on the device
+            self._work = iter(())  # frees prefixes on the device
         return new

@@ -113,20 +113,19 @@ class Slots:
                     continue
                 last = next((at for at, _ in reversed(running) if self._pool_of(at) == pool), slot)
                 waiting.appendleft(self.end(last))
-                self.released.append(last)
                 if last == slot:
                     break
                 running = [each for each in running if each[0] != last]
 
-    def end(self, slot: int) -> Request:
-        """Frees a slot and its pages. Returns the response."""
-        owner = self.leave(slot)
+    def end(self, slot: int, *, live: bool = True) -> Request:
+        """Frees a slot and its pages. Returns the response. `live` is whether the slot is still live in the engine."""
+        owner = self.leave(slot, live=live)
         self.let_go(owner)
         return owner
 
-    def park(self, slot: int) -> None:
+    def park(self, slot: int, *, live: bool = True) -> None:
         """Frees a slot. Its response keeps its pages until other responses need them."""
-        self.aside.append(self.leave(slot))
+        self.aside.append(self.leave(slot, live=live))
 
     def others_idle(self, request: Request) -> bool:
         """Returns whether there are free slots, but not in the pool that contains the request's pages."""
@@ -139,11 +138,13 @@ class Slots:
             self.aside.remove(request)
             self.let_go(request)
 
-    def leave(self, slot: int) -> Request:
+    def leave(self, slot: int, *, live: bool = True) -> Request:
         """Frees a slot. Returns its response, which keeps its pages."""
         owner = self.owners[slot]
         assert owner is not None
         self.owners[slot] = None
+        if live:
+            self.released.append(slot)
         heapq.heappush(self._idle[self._pool_of(slot)], slot)
         return owner
 
@@ -203,9 +204,7 @@ class Slots:
         if last in self.aside:
             self.aside.remove(last)
         else:
-            slot = self.owners.index(last)
-            self.leave(slot)
-            self.released.append(slot)
+            self.leave(self.owners.index(last))
         self.let_go(last)
         return True
 

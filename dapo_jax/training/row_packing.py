@@ -7,6 +7,7 @@ token is paired with each token to which it attends. A microbatch takes as long 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, combinations, pairwise
 
 import jax
@@ -156,14 +157,9 @@ def share_out(
         if alone
         else _least_padding(pieces, lengths, rows_per_microbatch)
     )
-    made = []
-    for rows in parts:
-        ordered = side_by_side(rows, rows_per_microbatch=rows_per_microbatch, spread=spread)
-        made += [
-            ordered[start : start + rows_per_microbatch]
-            for start in range(0, len(ordered), rows_per_microbatch)
-        ]
-    return sorted(((_length(rows, lengths), rows) for rows in made), key=lambda one: -one[0])
+    dealt = partial(side_by_side, rows_per_microbatch=rows_per_microbatch, spread=spread)
+    made = ((_length(rows, lengths), rows) for rows in chain.from_iterable(map(dealt, parts)))
+    return sorted(made, key=lambda one: -one[0])
 
 
 def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[PackedRow]:
@@ -184,14 +180,16 @@ def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[Pack
     return rows + [[] for _ in range(count - len(rows))]
 
 
-def side_by_side(rows: Sequence[PackedRow], *, rows_per_microbatch: int, spread: int) -> list[PackedRow]:
-    """Orders rows so that the rows in a microbatch have similar attention costs, and its `spread` parts have similar total costs.
+def side_by_side(
+    rows: Sequence[PackedRow], *, rows_per_microbatch: int, spread: int
+) -> list[list[PackedRow]]:
+    """Splits rows into microbatches, so that the rows in a microbatch have similar attention costs, and its `spread` parts have similar total costs.
 
     Rows are sorted by attention cost and split into microbatches. Within a microbatch, `spread` rows at a time are assigned to the parts, one row to
     each part. The most expensive of these rows goes to the part with the lowest cost so far.
     """
     ordered = sorted(rows, key=seen_pairs, reverse=True)
-    out: list[PackedRow] = []
+    out: list[list[PackedRow]] = []
     for start in range(0, len(ordered), rows_per_microbatch):
         parts: list[list[PackedRow]] = [[] for _ in range(spread)]
         pairs = [0] * spread
@@ -200,7 +198,7 @@ def side_by_side(rows: Sequence[PackedRow], *, rows_per_microbatch: int, spread:
             for part, row in zip(least_first, ordered[first : first + spread], strict=True):
                 parts[part].append(row)
                 pairs[part] += seen_pairs(row)
-        out += [row for part in parts for row in part]
+        out.append([row for part in parts for row in part])
     return out
 
 
@@ -245,9 +243,8 @@ def _least_padding(
         _length(ordered[start : start + rows_per_microbatch], lengths)
         for start in range(0, len(even), rows_per_microbatch)
     )
-    least = (
-        filled_tokens(list(pieces)) / rows_per_microbatch
-    )  # a lower bound on the total length: no padding, and every prompt only once
+    # A lower bound on the total length: no padding, and every prompt only once.
+    least = filled_tokens(list(pieces)) / rows_per_microbatch
     ways = (pieces, _bundled(pieces, room, least=room - room // 32))
     mixes = []
     for short in chain.from_iterable(combinations(lengths[1:], count) for count in range(1, len(lengths))):

@@ -24,7 +24,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
     in_flight: dict[str, float | int] = {}
     if collected.drawn_tokens is not None:
         in_flight = {"rollout/rounds": collected.rounds, "rollout/drawn_tokens": collected.drawn_tokens}
-    counts = {
+    found = {
         "rollout/prompts": len(collected.sampled),
         "rollout/waves": collected.waves,
         "rollout/trained_groups": len(collected.groups),
@@ -34,8 +34,8 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
         **in_flight,
         "rollout/trained_accuracy": float(np.mean([rollout.correct for rollout in trained])),
         "rollout/trained_response_tokens": float(np.mean([rollout.response_tokens for rollout in trained])),
+        **(_sampled_metrics(collected.sampled, sampled) if sampled else {}),
     }
-    found = {**counts, **(_sampled_metrics(collected.sampled, sampled) if sampled else {})}
     if any(rollout.verdict != NOT_GRADED for rollout in trained):
         return found
     of_verdicts = re.compile(r"reward/|rollout/(trained_)?accuracy|rollout/(all_|mixed_|scores_)")

@@ -204,7 +204,8 @@ class Updater:
         self._score = Together(jax.jit(self._score_program, out_shardings=self._rows))
         self._choose = Together(jax.jit(self._select_program, out_shardings=self._rows))
         changed, sums = (placed, self._whole), (placed.params, self._whole)
-        self._nothing = Together(jax.jit(self._nothing_program, out_shardings=sums))
+        begin = jax.jit(self._nothing_program, out_shardings=sums)
+        self._nothing, self._sums = Together(begin), begin.eval_shape
         self._add = Together(jax.jit(self._add_program, donate_argnums=1, out_shardings=(sums, self._whole)))
         self._apply = Together(jax.jit(self._apply_program, donate_argnums=0, out_shardings=changed))
         self._join = Together(jax.jit(_joined, out_shardings=self._whole))
@@ -235,16 +236,11 @@ class Updater:
 
     def _scores(self, model: Model, *, replays: bool = True) -> Callable[[Stack], Array]:
         """Returns the function that computes log-probabilities under `model`. Without `replays`, the model chooses its experts itself."""
-        return lambda stack: self._scored(model, stack if replays else _unrecorded(stack))[0]
-
-    def _scored(self, model: Model, stack: Stack) -> tuple[Array, ...]:
-        """Returns the log-probabilities [capacity, rows, seq] of a stack's tokens under `model`, and the entropy if the selection requires it."""
-        scores = self._score(model, stack)
-        return scores if self._scores_entropy else (scores,)
+        return lambda stack: self._score(model, stack if replays else _unrecorded(stack))[0]
 
     def _selected(self, minibatch: Minibatch, policy: Model) -> Minibatch:
         """Fills in the log-probabilities of an update under the policy, and the selected tokens."""
-        scores = [self._scored(policy, stack) for stack in minibatch]
+        scores = [self._score(policy, stack) for stack in minibatch]
         chosen = self._choose(minibatch, scores)
         return tuple(
             replace(
@@ -332,13 +328,7 @@ class Updater:
 
     def sums_structs(self, state: TrainState) -> PyTree:
         """Returns the shapes and shardings of the running sums that are passed between the programs of an update."""
-        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
-        grads = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            state.params,
-            self._shardings,
-        )
-        return grads, scalar
+        return self._sums(state.params)
 
     def stack_structs(self, capacity: int, rows: int, row_tokens: int) -> Stack:
         """Returns the shapes and shardings of a stack."""
@@ -376,16 +366,15 @@ class Updater:
 
         return _decoder(models[0]).ends.layout.shard(program)(models, microbatch)
 
-    def _score_program(self, model: Model, stack: Stack) -> PyTree:
+    def _score_program(self, model: Model, stack: Stack) -> tuple[Array, ...]:
         """Computes the log-probabilities of all microbatches in a stack, and the entropy if the selection requires it, [capacity, rows, seq]."""
 
-        def score(i: Array, scores: PyTree) -> PyTree:
-            both = self._logprobs((model,), stack.at(i))
-            put = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
-            return jax.tree.map(put, scores, both[:2] if self._scores_entropy else both[0])
+        def score(i: Array, scores: tuple[Array, ...]) -> tuple[Array, ...]:
+            found = self._logprobs((model,), stack.at(i))[: len(scores)]
+            return jax.tree.map(partial(lax.dynamic_update_index_in_dim, index=i, axis=0), scores, found)
 
         blank = jnp.zeros_like(stack.microbatches.old_logprobs)
-        return lax.fori_loop(0, stack.count, score, (blank, blank) if self._scores_entropy else blank)
+        return lax.fori_loop(0, stack.count, score, (blank,) * (1 + self._scores_entropy))
 
     def _nothing_program(self, params: nnx.State) -> Sums:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)

@@ -207,3 +207,19 @@ def test_a_truncated_file_of_a_bucket_is_refused_with_the_path(kept, tmp_path):
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match=f"cannot read {path}"):
         stored_tensors(path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '{"dtype":"F32","shape":[3],"data_offsets":[0,8]}',
+        '{"dtype":"F32","shape":[2],"data_offsets":["0",8]}',
+        '{"dtype":"F32","shap":[2],"data_offsets":[0,8]}',
+        "null",
+    ],
+)
+def test_a_damaged_header_is_refused_with_the_path(entry, tmp_path):
+    path, header = tmp_path / "model.safetensors", f'{{"w":{entry}}}'.encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ValueError, match=f"cannot read {path}.* w "):
+        stored_tensors(path)

@@ -76,7 +76,7 @@ def test_the_present_context_is_the_last_one_that_began():
     assert made.contexts == (ContextSpan(1, 3), ContextSpan(4, 7))
     assert made.turns == ((0, 1), (3, 4))
     assert made.sequence.tolist() == [9, 9, 9, 7]
-    assert (made.length, made.turn, made.begun, made.context_start) == (4, 2, 7, 4)
+    assert (made.length, len(made.turns), made.begun, made.context_start) == (4, 2, 7, 4)
 
 
 def test_spans_begin_where_the_version_changes_and_only_with_a_token():

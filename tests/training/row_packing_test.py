@@ -1,5 +1,7 @@
 """Packing of pieces into rows, with lengths as in the paper's runs."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -95,7 +97,7 @@ def test_similar_rows_share_a_microbatch_with_balanced_parts():
     """Sorted: 8, 7, 6, 5 | 4, 3, 2, 1. The two parts of the first microbatch get 8 and 5, and 7 and 6."""
     packed = [[piece(i, tokens)] for i, tokens in enumerate((3, 8, 5, 1, 7, 2, 6, 4))]
     dealt = side_by_side(packed, rows_per_microbatch=4, spread=2)
-    assert responses_of(dealt) == [[8], [5], [7], [6], [4], [1], [3], [2]]
+    assert list(map(responses_of, dealt)) == [[[8], [5], [7], [6]], [[4], [1], [3], [2]]]
 
 
 SHAPES = [(32, 32), (64, 32), (32, 8), (8, 8)]
@@ -111,7 +113,8 @@ def test_an_update_of_512_rollouts_has_the_fewest_microbatches_and_even_rows(mea
     another. A row costs its tokens, including padding, and its pairs. A microbatch costs as much as its slowest devices.
     """
     pieces = as_in_the_paper(0, groups=32, mean=mean, sigma=sigma)
-    packed = side_by_side(even_rows(pieces, room=ROW, multiple=rows), rows_per_microbatch=rows, spread=spread)
+    even = even_rows(pieces, room=ROW, multiple=rows)
+    packed = [*chain.from_iterable(side_by_side(even, rows_per_microbatch=rows, spread=spread))]
     least = sum(p.response_tokens for p in pieces) + sum({p.prompt: p.prompt_tokens for p in pieces}.values())
     assert len(packed) == -(-least // (rows * ROW)) * rows
     cost = np.array([ROW + seen_pairs(row) / PAIRS for row in packed]).reshape(-1, spread, rows // spread)
