@@ -7,6 +7,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -380,7 +381,8 @@ def place_adapters(
     """
     shapes = parted(shapes_of(config))[0]
     pure, tensors = nnx.to_pure_dict(shapes), _tensors(config)
-    _check_names(file, {tensor.name: tensor.shape for tensor in adapter_tensors(config, shapes)})
+    text = replace(config, wrapped=False)  # files are read with the names of the text model
+    _check_names(file, {tensor.name: tensor.shape for tensor in adapter_tensors(text, shapes)})
     where = None if shardings is None else nnx.to_pure_dict(shardings(shapes))
     for stack, leaves in pure.items():
         of_stack, layers = tensors[stack], [i for i, (its, _) in enumerate(config.places) if its == stack]
