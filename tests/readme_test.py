@@ -204,6 +204,17 @@ def test_a_key_of_another_library_is_answered_with_ours_in_the_same_row(row):
             assert f"`{expected}`" in unknown_key(key, known), key
 
 
+def test_the_overrides_on_the_page_about_other_libraries_are_accepted():
+    page = (ROOT / "docs" / "from_trl_or_verl.md").read_text()
+    given = re.findall(
+        r"`((?:algorithm|loss\.\w+)=[^`]+)`", page.split("\n### Values of")[1].split("\n## ")[0]
+    )
+    assert len(given) > 8
+    graders = "reward.graders=[{grader: exact}, {grader: kimi_length}]"
+    for overrides in set(given) - {"algorithm=NAME"}:
+        load_config("quickstart", [*re.split(r" (?=[\w.]+=)", overrides), graders])
+
+
 def test_the_table_lists_the_commands_of_the_command_line(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])

@@ -131,9 +131,9 @@ NOT_OFFERED = {
     "otb": "its baseline needs the sum of squared probabilities at each token, which is not computed here; opo has a baseline that is weighted by length",
     "bnpo": "TRL's loss_type of this name is a mean over the tokens of the batch, which is loss.aggregation=token_mean; the BNPO paper normalizes rewards by a Beta distribution, "
     "which is not offered",
-    "tis": "truncated importance sampling can be combined with every algorithm: set loss.correction=truncate",
-    "icepop": "it can be combined with every algorithm: set loss.correction=mask",
-    "mis": "masked importance sampling can be combined with every algorithm: set loss.correction=mask for tokens, or keep_responses for responses",
+    "tis": "truncated importance sampling can be combined with every algorithm except vespo: set loss.correction=truncate",
+    "icepop": "it can be combined with every algorithm except vespo: set loss.correction=mask",
+    "mis": "masked importance sampling can be combined with every algorithm except vespo: set loss.correction=mask for tokens, or keep_responses for responses",
     "two_sided_clip": "it is an algorithm with clipping and a dual clip: set loss.dual_clip=4",
 }
 """Maps names of algorithms that are not offered to the reason and the alternative."""

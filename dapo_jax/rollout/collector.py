@@ -235,10 +235,11 @@ class Collector:
         """
         if len(self.ready) < self.needed and not (self.trains_fewer and self.ready):
             waves = f" in {self.waves} waves of {self._wave} prompts" if self.clock.sizes.waves else ""
+            fewer = "" if self.trains_fewer else ", or set dynamic_sampling.on_shortfall=train_fewer"
             raise ShortfallError(
                 f"dynamic sampling found {self.kept} of the {self.needed} informative groups it needs among the {self.tally.groups} groups of this step"
-                f"{waves}: {nothing_to_learn(self.tally, [*map(self.best, self._judged)], self.metric)}, raise "
-                "dynamic_sampling.max_waves, or set dynamic_sampling.on_shortfall=train_fewer"
+                f"{waves}: {nothing_to_learn(self.tally, [*map(self.best, self._judged)], self.metric)}, or raise "
+                f"dynamic_sampling.max_waves{fewer}"
             )
         version = self.clock.version
         whole = [self.ready.pop(ordinal) for ordinal in self.clock.end_step()]

@@ -76,10 +76,10 @@ IDEAS = {
     "pass_at_k": "The policy is trained for the best of k responses, which rewards different attempts.",
     "gdpo": "Each of several graders is normalized within the group before they are added, so no grader dominates by its scale.",
     "reinforce": "The policy gradient, weighted by the ratio to the sampler's policy, which is capped.",
-    "gpg": "The policy gradient without any ratio.",
+    "gpg": "The policy gradient without any ratio: with `cap: null`, every weight is 1.",
     "dro": "A quadratic penalty on the log-ratio replaces the clip.",
     "topr": "Good responses are always learned. Other responses are weighted by their ratio, which is at most 1.",
-    "deepseek_v3_2": "GRPO with a KL penalty to the reference policy, which excludes bad responses that the policy has moved away from.",
+    "deepseek_v3_2": "GRPO with a KL penalty to the reference policy. Bad responses that the policy has moved away from are excluded (`loss.drop_off_policy`).",
     "high_entropy": "DAPO on the fifth of the tokens with the highest entropy, where the policy decides between ways to continue.",
     "clip_cov": "Excludes a few of the tokens that lower entropy most, whose advantage and log-probability deviate together from their means.",
     "kl_cov": "Penalizes the log-ratio of the tokens that lower entropy most, instead of a clip.",
@@ -168,13 +168,13 @@ def rules(name: str) -> Iterator[str]:
     """The first sentence about each key that no formula shows."""
     row, loss, advantage = ALGORITHMS[name], config.LossConfig, config.AdvantageConfig
     if row["loss.kl_coef"]:
-        yield "A KL penalty against the reference policy is added (`loss.kl_coef`)"
+        yield "`loss.kl_coef`: a KL penalty against the reference policy, which the formula leaves out, is added to the loss"
     if row["loss.drop_off_policy"] is not None:
-        yield _first(loss, "drop_off_policy")
+        yield f"`loss.drop_off_policy`: {_first(loss, 'drop_off_policy')}"
     if row["advantage.best_of"] > 1:
-        yield _first(advantage, "best_of")
+        yield f"`advantage.best_of`: {_first(advantage, 'best_of')}"
     if row["batch.keep"]:
-        yield _first(config.BatchConfig, "keep", sentences=2)
+        yield f"`batch.keep`: {_first(config.BatchConfig, 'keep', sentences=2)}"
 
 
 def _formula(function: Callable[..., Any]) -> str:

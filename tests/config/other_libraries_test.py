@@ -78,6 +78,8 @@ def test_an_alias_for_a_key_of_the_other_schema_is_not_offered():
         ("top_entropy_quantile", "`loss.select`"),
         ("off_policy_mask_threshold", "`loss.drop_off_policy`"),
         ("teacher_model_name_or_path", "`teacher.source`"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "`parallel.sampler_tensor`"),
+        ("actor.megatron.tensor_model_parallel_size", "`parallel.tensor`"),
     ],
 )
 def test_a_key_that_only_trl_or_verl_has_is_answered_with_a_remedy(theirs, ours):

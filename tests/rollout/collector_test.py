@@ -134,8 +134,10 @@ def test_the_most_groups_of_a_step_end_its_rounds():
         one_round(found, dict.fromkeys(range(9), 1), right=(False, False))
     assert not found.goes_on
     message = r"found 0 of the 2 .* the 4 groups of this step: of 4 groups, 0 were all correct, 4 all wrong"
-    with pytest.raises(ShortfallError, match=message):
+    with pytest.raises(ShortfallError, match=message) as error:
         found.finish()
+    assert "dynamic_sampling.max_waves" in str(error.value)
+    assert "on_shortfall" not in str(error.value)  # the run has trains_fewer already
 
 
 @pytest.mark.parametrize(("answer_rounds", "rounds_of_turns"), [(0, [0, 1]), (1, [1, 3]), (2, [2, 5])])
