@@ -44,9 +44,8 @@ def step_as_json(step: Any) -> dict[str, Any]:
 def step_of(found: Mapping[str, Any]) -> Step:
     """Converts a dict from `step_as_json` back to a step."""
     follows = appended_of(found)
-    step = Step(**{name: found[name] for name in _FIELDS})
-    object.__setattr__(step, "context" if isinstance(follows, Context) else "append", follows)  # unchecked
-    return step
+    name = "context" if isinstance(follows, Context) else "append"
+    return Step(**{name: found[name] for name in _FIELDS}, **{name: follows})
 
 
 def appended_as_json(given: Any) -> dict[str, Any]:
@@ -70,7 +69,4 @@ def appended_of(found: Mapping[str, Any]) -> Any:
     """Converts a dict from `appended_as_json` back to a Context or another value to append."""
     if "contents" not in found:
         return found.get("append", "")
-    context = Context("")
-    for name in ("contents", "tools"):
-        object.__setattr__(context, name, found[name])  # unchecked
-    return context
+    return Context(found["contents"], found["tools"])

@@ -21,7 +21,7 @@ from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict, as_float, plain_scalar
 from dapo_jax.health.stopping import StoppedError
-from dapo_jax.hints import nearest
+from dapo_jax.hints import did_you_mean, nearest
 from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, ROW_GRADERS, UNREAD_BY, exact_grader, math_verify
 from dapo_jax.rewards.sample import Sample, handed_over, is_async, is_whole_group, name_of
@@ -229,11 +229,9 @@ def load_reward(
     if spec in ROW_GRADERS:
         return LoadedReward(function=ROW_GRADERS[spec], name=spec)
     if spec not in GRADERS:
-        names = [*GRADERS, *ROW_GRADERS]
-        near = nearest(spec, names)
-        hint = f"did you mean {near[0]!r}?" if near else f"the graders are {sorted(names)}."
+        hint = did_you_mean(spec, [*GRADERS, *ROW_GRADERS])
         raise ValueError(
-            f"no grader is named {spec!r}; {hint} To use your own function, write module:function or path/to/file.py:function"
+            f"no grader is named {spec!r}; {hint}. To use your own function, write module:function or path/to/file.py:function"
         )
     if spec == "math_verify":
         math_verify()  # raises ValueError if the package is missing

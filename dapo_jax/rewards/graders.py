@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -19,7 +20,7 @@ from dapo_jax.rewards.sample import Sample, whole_group
 Grader = Callable[[str, str], Verdict]
 """A function `grader(response_text, answer)` that returns a Verdict."""
 
-_INTEGER = re.compile(r"(-?)([0-9]+)")
+_INTEGER = re.compile(r"-?[0-9]+")
 
 
 def exact_grader(marker: str = "=") -> Grader:
@@ -43,7 +44,8 @@ def exact_grader(marker: str = "=") -> Grader:
             return Verdict(correct=False, reason=reason)
         if extracted == expected:
             return Verdict(correct=True, extracted=extracted, reason="equal")
-        if (value := _integer(extracted)) is not None and value == _integer(expected):
+        are_integers = _INTEGER.fullmatch(extracted) and _INTEGER.fullmatch(expected)
+        if are_integers and Decimal(extracted) == Decimal(expected):  # `int` rejects thousands of digits
             return Verdict(correct=True, extracted=extracted, reason=f"equal to {expected} as an integer")
         return Verdict(correct=False, extracted=extracted, reason=f"expected {expected!r}")
 
@@ -141,12 +143,3 @@ TEXT_RULES = frozenset(GRADERS) - {"math", "math_verify"}
 
 ROW_GRADERS: dict[str, Any] = {"reasoning_gym": reasoning_gym_grader, "kimi_length": kimi_length}
 """Built-in graders, by name, that are called with a `Sample` or all samples of a group, because they use more than the text."""
-
-
-def _integer(text: str) -> str | None:
-    """Returns an integer's text without leading zeros, or None for other text. `int` is not used, because it rejects thousands of digits."""
-    match = _INTEGER.fullmatch(text)
-    if not match:
-        return None
-    digits = match[2].lstrip("0") or "0"
-    return digits if digits == "0" else match[1] + digits

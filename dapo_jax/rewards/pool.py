@@ -164,7 +164,6 @@ def _graded(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any
     except MemoryError:
         return {"memory": True}
     except RewardError as error:  # its message already contains the prompt
-        is_memory = isinstance(error.__cause__, MemoryError)
-        return {"memory": True} if is_memory else {"failed": f"{error}"[:10_000]}
+        return {"failed": f"{error}"[:10_000]}
     except BaseException as error:
         return {"failed": f"reward function {grader}: {type(error).__name__}: {error}"[:10_000]}

@@ -145,8 +145,6 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
         prompt = conversation_ids(body.messages, limits.tokenizer, today=limits.today, variables=variables)
     except ValueError as error:
         raise RequestError(f"messages: {error!s:.1000}") from error
-    except RecursionError as error:
-        raise RequestError("messages: objects are nested too deeply") from error
     return _request(
         body, prompt, limits, logprobs=body.logprobs, return_token_ids=body.return_token_ids, tokens_as_ids=body.return_tokens_as_token_ids,
         stream=body.stream, include_usage=streaming.include_usage,

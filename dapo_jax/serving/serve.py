@@ -15,7 +15,7 @@ from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
 from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, SamplingConfig, load_config
-from dapo_jax.hints import how_to_install, needing
+from dapo_jax.hints import needing
 from dapo_jax.parallel.weights import both_on
 from dapo_jax.run.policy import Policy, check_of_readers, data_of_run, find_policy, mesh_of, optimizer_of
 from dapo_jax.run.programs import Transfer, compile_sampling, sharing, transfer_of
@@ -133,14 +133,10 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
         ConfigError: the extra is missing, the model or run does not exist, the model has too few positions, or the address cannot be bound.
         RuntimeError: the engine has failed.
     """
-    try:
+    # The package `jetstream` on PyPI is a different project.
+    needed = "serving needs google-jetstream==0.2.2 (not the package jetstream)"
+    with needing("jetstream", needed, ConfigError):
         from dapo_jax.serving.jetstream_server import JetStreamServer
-    except ImportError as error:
-        # The package `jetstream` on PyPI is a different project.
-        raise ConfigError(
-            f"serving needs JetStream, which cannot be imported ({error}); install it with {how_to_install('jetstream')}, or "
-            "install google-jetstream==0.2.2 (not the package jetstream)"
-        ) from error
 
     def server_of(policy: Policy, limits: ServedLimits) -> Callable[..., ServerThread]:
         if options.chat and policy.tokenizer.chat_template is None:

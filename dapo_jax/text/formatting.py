@@ -87,9 +87,7 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
         ValueError: there are no messages or no user message, a field is missing or has the wrong type, the question
             is empty, or the last message is the assistant's.
     """
-    if isinstance(messages, np.ndarray):  # from a parquet file
-        messages = messages.tolist()
-    if not isinstance(messages, list | tuple) or not messages:
+    if not isinstance(messages, list | tuple | np.ndarray) or not len(messages):  # an array: from parquet
         raise ValueError(
             f"'prompt' must be a string or a list of messages such as "
             f'[{{"role": "user", "content": "1+1"}}]; got {messages!r:.80} ({type(messages).__name__})'

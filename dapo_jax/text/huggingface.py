@@ -63,7 +63,7 @@ class HuggingFaceTokenizer:
         self.files = {name: files[name] for name in TOKENIZER_FILES if name in files}
         self._place = place
         described = self._json(_TOKENIZER)
-        self._decoder = described.get("decoder")
+        self._decoder = described.get("decoder") or {}
         config = {**self._json(_SPECIAL_TOKENS), **self._json(_CONFIG)}
         generation, model = self._json(_GENERATION), model or {}
         self._special_tokens = {}
@@ -271,12 +271,11 @@ class HuggingFaceTokenizer:
         self, generation: Mapping[str, Any], model: Mapping[str, Any]
     ) -> Mapping[str, int | list[int]]:
         found: dict[str, int | list[int]] = {}
-        for config in (generation, model):  # config.json takes precedence
-            for key, value in config.items():
-                ids = value if isinstance(value, list) else [value]
-                named = key.endswith("_token_id") and key not in _OWN_IDS and bool(ids)
-                if named and all(type(number) is int and 0 <= number <= _LARGEST_ID for number in ids):
-                    found[key] = value
+        for key, value in (*generation.items(), *model.items()):  # config.json takes precedence
+            ids = value if isinstance(value, list) else [value]
+            named = key.endswith("_token_id") and key not in _OWN_IDS and bool(ids)
+            if named and all(type(number) is int and 0 <= number <= _LARGEST_ID for number in ids):
+                found[key] = value
         beginning = self._tokenizer.token_to_id(self._special_tokens.get("bos_token", ""))
         return found if beginning is None else {"bos_token_id": beginning, **found}
 
@@ -359,10 +358,9 @@ class ByteTokenizer(_Untrained):
 
     def __init__(self, *, chat_template: ChatTemplate | None = None) -> None:
         """Names the bytes by the characters of byte-level vocabularies."""
-        tokens = "".join(sorted(_byte_level(), key=_byte_level().__getitem__))
         pieces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         parts = {"pre_tokenizer": pieces, "decoder": pieces, "model": {"type": "BPE", "merges": []}}
-        super().__init__("byte", tokens, chat_template, **parts)
+        super().__init__("byte", "".join(_byte_level()), chat_template, **parts)
 
 
 class CharTokenizer(_Untrained):
@@ -394,7 +392,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """Matches a token that represents a single byte in a vocabulary with byte fallback."""
 
 
-def bytes_of_token(token: str, decoder: Any) -> bytes | None:
+def bytes_of_token(token: str, decoder: Mapping[str, Any]) -> bytes | None:
     """Returns the bytes that a token adds to a text, or None if they depend on the tokens around it.
 
     The `tokenizers` library can decode only to text, in which an incomplete character becomes U+FFFD. The returned bytes include
@@ -402,15 +400,15 @@ def bytes_of_token(token: str, decoder: Any) -> bytes | None:
 
     Args:
         token: the token as it is written in the vocabulary.
-        decoder: the value of `decoder` in tokenizer.json.
+        decoder: the value of `decoder` in tokenizer.json, or an empty mapping.
 
     >>> bytes_of_token("\u0120\u00e6", {"type": "ByteLevel"})
     b' \\xe6'
     """
-    steps = decoder.get("decoders", []) if _kind(decoder) == "Sequence" else [decoder]
+    steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
     text, joined = token, False
     for step in steps:
-        kind = _kind(step)
+        kind = step.get("type")
         joined = joined or kind in ("Fuse", "Metaspace")
         if kind == "ByteLevel":
             known = _byte_level()
@@ -428,13 +426,8 @@ def bytes_of_token(token: str, decoder: Any) -> bytes | None:
     return text.encode("utf-8") if joined else None
 
 
-def _kind(step: Any) -> str:
-    return str(step.get("type")) if isinstance(step, Mapping) else ""
-
-
 @cache
 def _byte_level() -> Mapping[str, int]:
-    """Maps each character of byte-level vocabularies to its byte. Printable bytes map to themselves; the other bytes use characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+    """Maps each character of byte-level vocabularies to its byte, in the order of the bytes. Printable bytes map to themselves; the other bytes use characters from U+0100 on."""
+    printable, others = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, count(0x100)
+    return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}

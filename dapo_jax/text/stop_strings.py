@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import date
+from functools import cache
 
 import numpy as np
 from jaxtyping import Int
@@ -53,7 +54,8 @@ class StopStrings:
         self.strings = (*strings, *map(self.marked, strings), *(self._marks[token] for token in ids))
         """The stop strings, their `marked` forms, and the marks of the ids."""
         self._window = max((len(string.encode("utf-8")) for string in strings), default=0) + _ALIGNMENTS
-        self._has_text: dict[int, bool] = {}
+        self._text_in = cache(lambda token: bool(self.text([token, token])))
+        """Whether a token has text. The token is decoded twice in a row, because decoders may drop the first space of a text."""
 
     def find(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> int | None:
         """Returns the number of tokens up to and including the first token that completes a stop string, or None.
@@ -114,12 +116,6 @@ class StopStrings:
 
     def _holds(self, text: str) -> bool:
         return any(string in text for string in self.strings)
-
-    def _text_in(self, token: int) -> bool:
-        """Returns whether the token has text. The token is decoded twice in a row, because decoders may drop the first space of a text."""
-        if token not in self._has_text:
-            self._has_text[token] = bool(self.text(np.array([token, token], np.int32)))
-        return self._has_text[token]
 
 
 def turn_end(tokenizer: Tokenizer) -> int:

@@ -28,7 +28,7 @@ from tests.serving.servers import LIMIT, PROMPTS, ROOT, TOKENIZER, ask, running,
         (
             "jetstream_server",
             lambda: serve("shipped:quickstart", ServeOptions()),
-            r"\.\[jetstream\].*google-jetstream==0.2.2",
+            r"google-jetstream==0.2.2.*\.\[jetstream\]",
         ),
     ],
 )
