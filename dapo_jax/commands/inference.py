@@ -13,7 +13,6 @@ from dapo_jax.config import (
     EvalConfig,
     EvaluateConfig,
     ModelConfig,
-    OverlongConfig,
     ParallelConfig,
     RewardConfig,
     SamplingConfig,
@@ -38,8 +37,6 @@ from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.storage import AnyPath
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
-
-_NO_SHAPING = OverlongConfig(enabled=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +89,10 @@ def evaluate(
         group_size=config.eval.samples_per_prompt,
         has_turns=bool(config.environment.source),
     )
-    # An evaluation measures verdicts, so the overlong penalty of training does not apply.
-    unshaped = replace(config.reward, overlong=_NO_SHAPING)
-    limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     found: dict[str, list[Group]] = {}
     episodes = episodes_of(environment, config, policy.tokenizer)
-    with closing(
-        grading(unshaped, policy, max_response_tokens=limit, stop=stop, reward=reward, episodes=episodes)
-    ) as graders:
+    graders = grading(config.reward, policy, stop=config.sampling.stop, reward=reward, episodes=episodes)
+    with closing(graders):
         weights = sampler.transfer(policy.params)
         for name, prompts in held_out.items():
             how = {"name": name, "step": policy.step, "environments": episodes}
@@ -212,9 +205,8 @@ def sample(
     longest = max(len(prompt.tokens) for prompt in found)
     sampler = sampler_of(sampling, seed=seed, max_prompt_tokens=longest, group_size=samples_per_prompt)
     ungraded = grading(
-        RewardConfig(overlong=_NO_SHAPING),
+        RewardConfig(),
         policy,
-        max_response_tokens=max_response_tokens,
         stop=sampling.stop,
         reward=lambda sample: Verdict(correct=False, reason="not graded"),
     )

@@ -111,8 +111,8 @@ class TinyStep(ExitStack, Observer):
         """Grades the sampled responses with the configured grader or environment."""
         if self._whole.environment.source:
             return self._first_turns()
-        limit, stop = self.config.sampling.max_response_tokens, self.config.sampling.stop
-        grader = grading(self.config.reward, self._run.policy, max_response_tokens=limit, stop=stop)
+        limit = self.config.sampling.max_response_tokens
+        grader = grading(self.config.reward, self._run.policy, stop=self.config.sampling.stop)
         sampled = [(g.prompt, tuple(r.response for r in g.rollouts)) for g in self._collected.groups]
         try:
             began = time.monotonic()

@@ -40,7 +40,7 @@ def grading(
     config: RewardConfig,
     policy: Policy,
     *,
-    max_response_tokens: int,
+    max_response_tokens: int | None = None,
     stop: Sequence[str] = (),
     reward: Rewards | None = None,
     graders: Sequence["ConfiguredGrader"] = (),
@@ -52,7 +52,7 @@ def grading(
     Args:
         config: configures the graders and reward shaping.
         policy: its tokenizer decodes the responses.
-        max_response_tokens: maximum response length for the overlong penalty.
+        max_response_tokens: maximum response length for the overlong penalty. If None, there is no penalty, because an evaluation measures verdicts.
         stop: strings that end a response. The text from a stop string on is not graded.
         reward: replaces the configured graders.
         graders: the result of `check_graders`. If empty, the graders are loaded.
@@ -66,8 +66,8 @@ def grading(
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
-        overlong=overlong.enabled,
-        max_response_tokens=max_response_tokens,
+        overlong=overlong.enabled and max_response_tokens is not None,
+        max_response_tokens=max_response_tokens or 0,
         buffer_tokens=overlong.buffer_tokens,
         penalty_factor=overlong.penalty_factor,
     )

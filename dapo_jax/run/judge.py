@@ -104,9 +104,8 @@ class Judge:
         if is_new := request not in self._waiting:
             self._waiting[request] = asyncio.ensure_future(self._cached(request, body))
             self._waiting[request].add_done_callback(lambda _: self._waiting.pop(request))
-        reply = await asyncio.shield(
-            self._waiting[request]
-        )  # if this call is cancelled, others get the reply
+        # If this call is cancelled, others get the reply.
+        reply = await asyncio.shield(self._waiting[request])
         self.counts["cache_hits"] += not is_new
         return reply
 

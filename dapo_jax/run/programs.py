@@ -252,16 +252,8 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
 
 def taught_by(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Model:
     """Returns the decoder of a teacher for updates on `mesh`, and its parameters."""
-    model, tokens = config.model, config.row_tokens
-    how = training_pass(
-        model,
-        config.batch,
-        mesh,
-        row_tokens=tokens,
-        head_dim=teacher.decoder.head_dim,
-        score_cap=teacher.decoder.score_cap,
-        recurrent=teacher.decoder.delta is not None,
-    )
+    model = config.model
+    how = training_pass(model, config.batch, mesh, teacher.decoder, row_tokens=config.row_tokens)
     graph = teacher.graph(compute_dtype=model.compute_dtype, remat="none", layout=how.layout)
     return graph, teacher.params, teacher.frozen
 
