@@ -501,7 +501,6 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
         return assets / name
     if kind == "hf":
         return download(name, revision=model.revision or None, weights=weights)
-    _check_prefix(model.source)
     folder = path_of(model.source)
     if folder.suffix == ".gguf":
         raise ValueError("a GGUF file is not a model folder; convert it with `dapo-jax convert FILE FOLDER`")
