@@ -19,7 +19,7 @@ from dapo_jax.config import (
     load_config,
     load_evaluation,
 )
-from dapo_jax.config.keys import SEED, Rules, check_value
+from dapo_jax.config.keys import SEED, Rules, check_value, prefixed
 from dapo_jax.dapo.rollouts import Group, Verdict
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
@@ -193,15 +193,13 @@ def sample(
     if max_response_tokens >= positions:
         needs = f"must be at most {positions - 1}, because the model has {positions} positions for prompt and response"
         raise ConfigError(f"max_response_tokens={max_response_tokens} (--max-response-tokens) {needs}")
-    try:
+    with prefixed(""):
         found = held_out(
             checked_rows([{"prompt": text, "answer": "-"} for text in prompts]),
             policy.tokenizer,
             max_prompt_tokens=positions - max_response_tokens,
             prompt_format=PromptFormat(dated(data)),
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     longest = max(len(prompt.tokens) for prompt in found)
     sampler = sampler_of(sampling, seed=seed, max_prompt_tokens=longest, group_size=samples_per_prompt)
     ungraded = grading(

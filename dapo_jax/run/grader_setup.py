@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig, RewardConfig, TrainConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.config.schema import GraderConfig
 from dapo_jax.config.section import entries
 from dapo_jax.environments import Environment, Episodes, load_environment
@@ -148,12 +149,10 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
     """
 
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
-        try:
+        with prefixed(key):
             is_judge = isinstance(spec, str) and spec.startswith("judge:")
             given = Judge(spec.removeprefix("judge:")) if is_judge else spec
             found = load_reward(given, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
-        except ValueError as error:
-            raise ConfigError(f"{key}: {error}") from error
         return ConfiguredGrader(found, spec if isinstance(spec, str) else None, weight)
 
     if reward is None and not config.graders:
@@ -203,7 +202,7 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
         raise ConfigError(
             f"environment.source={config.source!r} supplies the rewards, but a reward function was given as well; remove one of them"
         )
-    try:
+    with prefixed("environment.source"):
         if config.workers:
             return WorkerEnvironment(
                 config.source,
@@ -212,8 +211,6 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
                 memory_mb=WORKER_MEMORY_MB,
             )
         return load_environment(config.source)
-    except ValueError as error:
-        raise ConfigError(f"environment.source: {error}") from error
 
 
 def episodes_of(

@@ -17,6 +17,7 @@ from jax.stages import Lowered
 
 from dapo_jax.config import ConfigError, LossConfig, SamplingConfig, TrainConfig
 from dapo_jax.config.algorithms import CLIPS
+from dapo_jax.config.keys import prefixed
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.decoder import graph_of
@@ -136,10 +137,8 @@ def objective_of(loss: LossConfig) -> Objective:
 
 @lru_cache(maxsize=_KEPT)
 def _objective(spec: str, options: str, clips: tuple[float, float, float | None]) -> Objective:
-    try:
+    with prefixed(f"loss.objective={spec}, loss.options={options}"):
         found = load_objective(load_function(spec) if ":" in spec else spec, json.loads(options))
-    except ValueError as error:
-        raise ConfigError(f"loss.objective={spec}, loss.options={options}: {error}") from error
     known = options_of(found)
     clipped = {name: clip for name, clip in zip(CLIPS, clips, strict=True) if name in known}
     return partial(found, **clipped)
