@@ -76,7 +76,7 @@ def evaluate(
     config, metric = _configured(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
-    check_graders(config.reward, reward=reward)  # an invalid grader should fail before the model loads
+    checked = check_graders(config.reward, reward=reward)  # before the model loads
     environment = environment_of(config.environment, reward=reward)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
     tokenizer = load_policy(ModelConfig(source=model), weights=False).tokenizer
@@ -91,7 +91,7 @@ def evaluate(
     )
     found: dict[str, list[Group]] = {}
     episodes = episodes_of(environment, config, policy.tokenizer)
-    graders = grading(config.reward, policy, stop=config.sampling.stop, reward=reward, episodes=episodes)
+    graders = grading(config.reward, policy, stop=config.sampling.stop, graders=checked, episodes=episodes)
     with closing(graders):
         weights = sampler.transfer(policy.params)
         for name, prompts in held_out.items():
@@ -202,11 +202,8 @@ def sample(
         )
     longest = max(len(prompt.tokens) for prompt in found)
     sampler = sampler_of(sampling, seed=seed, max_prompt_tokens=longest, group_size=samples_per_prompt)
-    ungraded = grading(
-        RewardConfig(),
-        policy,
-        stop=sampling.stop,
-        reward=lambda sample: Verdict(correct=False, reason="not graded"),
-    )
+    reward = RewardConfig()
+    unread = check_graders(reward, reward=lambda sample: Verdict(correct=False, reason="not graded"))
+    ungraded = grading(reward, policy, stop=sampling.stop, graders=unread)
     weights = sampler.transfer(policy.params)
     return sampler.evaluate(weights, found, ungraded.groups, config, name="", step=0)

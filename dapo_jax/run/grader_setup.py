@@ -43,7 +43,6 @@ def grading(
     *,
     max_response_tokens: int | None = None,
     stop: Sequence[str] = (),
-    reward: Rewards | None = None,
     graders: Sequence["ConfiguredGrader"] = (),
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
@@ -55,15 +54,12 @@ def grading(
         policy: its tokenizer decodes the responses.
         max_response_tokens: maximum response length for the overlong penalty. If None, there is no penalty, because an evaluation measures verdicts.
         stop: strings that end a response. The text from a stop string on is not graded.
-        reward: replaces the configured graders.
-        graders: the result of `check_graders`. If empty, the graders are loaded.
+        graders: the result of `check_graders`. If empty, the configured graders are loaded.
         episodes: the episodes of an environment. If given, the environment supplies the rewards instead of graders.
         on_submit: called before the responses to a prompt are submitted.
     """
     overlong = config.overlong
-    submit, close = (
-        submit_of(config, reward=reward, graders=graders) if episodes is None else (episodes.verdicts, episodes.close)
-    )  # fmt: skip
+    submit, close = submit_of(config, graders) if episodes is None else (episodes.verdicts, episodes.close)
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
@@ -78,16 +74,16 @@ def grading(
 
 
 def submit_of(
-    config: RewardConfig, *, reward: Rewards | None = None, graders: Sequence["ConfiguredGrader"] = ()
+    config: RewardConfig, graders: Sequence["ConfiguredGrader"] = ()
 ) -> tuple[Submit, Close | None]:
     """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop (None if nothing was started).
 
-    `reward` replaces the graders in the configuration. `graders` is the result of `check_graders`, if it was called before.
+    `graders` is the result of `check_graders`. If empty, the configured graders are loaded.
 
     Raises:
         ConfigError: a grader cannot be loaded, or its weight is missing. In this case nothing was started.
     """
-    graders = graders or check_graders(config, reward=reward)
+    graders = graders or check_graders(config)
     closing: list[Close] = []
     loop: AsyncCalls | None = None
     submits: list[Submit] = []
@@ -142,7 +138,7 @@ def part_weights(graders: Sequence[ConfiguredGrader]) -> dict[str, float]:
 
 
 def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> list[ConfiguredGrader]:
-    """Loads the graders for `submit_of` without starting them.
+    """Loads the configured graders, or `reward` instead, without starting them.
 
     Raises:
         ConfigError: a grader cannot be loaded, or its weight is missing.
