@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import date
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +22,6 @@ from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.run.judge import Judge
 from dapo_jax.run.policy import Policy
-from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.text.tokenizers import Tokenizer
 
@@ -215,11 +215,16 @@ def episodes_of(
     """Returns the episodes of a run or an evaluation, or None if there is no environment. The caller must close the episodes."""
     if environment is None:
         return None
-    limits, in_workers = config.environment, isinstance(environment, WorkerEnvironment)
+    limits, data = config.environment, config.data
+    in_workers = isinstance(environment, WorkerEnvironment)
     text = StopStrings(tokenizer, config.sampling.stop) if config.sampling.stop else tokenizer
     return Episodes(
         environment,
-        Rendering(tokenizer, config.data.chat_template_kwargs, PromptFormat(config.data).today),
+        Rendering(
+            tokenizer=tokenizer,
+            template_kwargs=data.chat_template_kwargs,
+            today=date.fromisoformat(data.template_date) if data.template_date else None,
+        ),
         text_of=text.decode,
         seed=config.seed,
         max_turns=limits.max_turns,
