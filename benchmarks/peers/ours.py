@@ -44,8 +44,7 @@ class System:
             optimizer = make_optimizer()
             model = ModelConfig(compute_dtype=workload.dtype, remat=options.get("remat", "none"))
             row_tokens = workload.prompt_tokens + self._together * workload.new_tokens
-            shapes = {"row_tokens": row_tokens, "head_dim": self.config.head_dim}
-            self.passed = training_pass(model, BatchConfig(), self.mesh, **shapes)
+            self.passed = training_pass(model, BatchConfig(), self.mesh, self.config, row_tokens=row_tokens)
             how = {"compute_dtype": workload.dtype, "remat": model.remat, "layout": self.passed.layout}
             chunk = options.get("logprob_chunk_vocab", 2048)
             self.updater = Updater(

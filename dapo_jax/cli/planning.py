@@ -12,6 +12,7 @@ from functools import partial
 
 from dapo_jax.cli.arguments import CONFIG, Commands, add_config, add_overrides, command, option, write_json
 from dapo_jax.config import ConfigError, load_config
+from dapo_jax.config.keys import refuse
 from dapo_jax.terminal import silent_libraries
 
 PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "score")
@@ -116,9 +117,7 @@ def _lengths(text: str) -> tuple[float, float]:
 def doctor(arguments: argparse.Namespace) -> int:
     """Check whether this machine can train this configuration."""
     if arguments.right and "{answer}" not in arguments.right:
-        raise ConfigError(
-            f"--right: found {arguments.right!r}, needs {{answer}} in place of the reference answer"
-        )
+        refuse("--right", arguments.right, "{answer} in it", "write it in place of the reference answer")
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
     from rich.console import Console
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config import ConfigError, DataConfig, ModelConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.data.prompts import measured_prompts
 from dapo_jax.rewards.graders import UNREAD_BY
 from dapo_jax.run.policy import folder_of, source_of
@@ -65,17 +66,13 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
     if split not in splits:
         raise ConfigError(f"--split: found {split!r}, needs a split of {data.source}: {', '.join(splits)}")
     rows = splits[split]
-    try:
+    with prefixed(f"--model {model!r}"):
         base = source_of(ModelConfig(source=model)).base if model else None
         folder = None if base is None else folder_of(base, weights=False)
         tokenizer = ByteTokenizer() if folder is None else load_tokenizer(folder)
-    except ValueError as error:
-        raise ConfigError(f"--model {model!r}: {error}") from error
-    try:
+    with prefixed(f"data.source={data.source!r}, split {split!r}"):
         lengths, _ = measured_prompts(rows, tokenizer, PromptFormat(data))
         shown = [(row, *PromptFormat(data).encode(row["prompt"], tokenizer)) for row in rows[: max(0, count)]]
-    except ValueError as error:
-        raise ConfigError(f"data.source={data.source!r}, split {split!r}: {error}") from error
     unit = "tokens" if model else "bytes"
     marks = " ".join(f"{name} {int(np.quantile(lengths, at))}" for name, at in _QUANTILES.items())
     lines = [

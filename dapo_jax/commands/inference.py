@@ -13,14 +13,13 @@ from dapo_jax.config import (
     EvalConfig,
     EvaluateConfig,
     ModelConfig,
-    OverlongConfig,
     ParallelConfig,
     RewardConfig,
     SamplingConfig,
     load_config,
     load_evaluation,
 )
-from dapo_jax.config.keys import SEED, Rules, check_value
+from dapo_jax.config.keys import SEED, Rules, check_value, prefixed
 from dapo_jax.dapo.rollouts import Group, Verdict
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
@@ -38,8 +37,6 @@ from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.storage import AnyPath
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
-
-_NO_SHAPING = OverlongConfig(enabled=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +76,7 @@ def evaluate(
     config, metric = _configured(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
-    check_graders(config.reward, reward=reward)  # an invalid grader should fail before the model loads
+    checked = check_graders(config.reward, reward=reward)  # before the model loads
     environment = environment_of(config.environment, reward=reward)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
     tokenizer = load_policy(ModelConfig(source=model), weights=False).tokenizer
@@ -92,14 +89,10 @@ def evaluate(
         group_size=config.eval.samples_per_prompt,
         has_turns=bool(config.environment.source),
     )
-    # An evaluation measures verdicts, so the overlong penalty of training does not apply.
-    unshaped = replace(config.reward, overlong=_NO_SHAPING)
-    limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     found: dict[str, list[Group]] = {}
     episodes = episodes_of(environment, config, policy.tokenizer)
-    with closing(
-        grading(unshaped, policy, max_response_tokens=limit, stop=stop, reward=reward, episodes=episodes)
-    ) as graders:
+    graders = grading(config.reward, policy, stop=config.sampling.stop, graders=checked, episodes=episodes)
+    with closing(graders):
         weights = sampler.transfer(policy.params)
         for name, prompts in held_out.items():
             how = {"name": name, "step": policy.step, "environments": episodes}
@@ -200,23 +193,17 @@ def sample(
     if max_response_tokens >= positions:
         needs = f"must be at most {positions - 1}, because the model has {positions} positions for prompt and response"
         raise ConfigError(f"max_response_tokens={max_response_tokens} (--max-response-tokens) {needs}")
-    try:
+    with prefixed(""):
         found = held_out(
             checked_rows([{"prompt": text, "answer": "-"} for text in prompts]),
             policy.tokenizer,
             max_prompt_tokens=positions - max_response_tokens,
             prompt_format=PromptFormat(dated(data)),
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     longest = max(len(prompt.tokens) for prompt in found)
     sampler = sampler_of(sampling, seed=seed, max_prompt_tokens=longest, group_size=samples_per_prompt)
-    ungraded = grading(
-        RewardConfig(overlong=_NO_SHAPING),
-        policy,
-        max_response_tokens=max_response_tokens,
-        stop=sampling.stop,
-        reward=lambda sample: Verdict(correct=False, reason="not graded"),
-    )
+    reward = RewardConfig()
+    unread = check_graders(reward, reward=lambda sample: Verdict(correct=False, reason="not graded"))
+    ungraded = grading(reward, policy, stop=sampling.stop, graders=unread)
     weights = sampler.transfer(policy.params)
     return sampler.evaluate(weights, found, ungraded.groups, config, name="", step=0)

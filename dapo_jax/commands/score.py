@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config import ConfigError, RewardConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.sample import sample_of
 from dapo_jax.run.grader_setup import submit_of
@@ -142,12 +143,10 @@ def _differences(scores: Scores, pair: tuple[str, str], differing: list[int], sh
 
 def _rows(named: str | AnyPath) -> list[dict[str, Any]]:
     path = place_of(named, key="rollouts", write=False)
-    try:
+    with prefixed("cannot read rollouts", OSError):
         files = files_below(path) if path.is_dir() else [path]
         files = [file for file in files if file == path or fnmatch(file.name, "step_*.jsonl")]
         rows = [row for file in files for row in read_rollouts(file)]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read rollouts: {error}") from error
     if not rows:
         raise ConfigError(
             f"{named} contains no rollouts; specify a run's rollouts/ folder, a JSONL file in it, or the folder of dapo-jax eval --keep"

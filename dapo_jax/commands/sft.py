@@ -78,22 +78,11 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         longest=config.data.max_prompt_tokens + config.max_response_tokens,
     )
     check_trains(policy, config.lora, config.model.source)
-    how = training_pass(
-        config.model,
-        config.batch,
-        mesh,
-        row_tokens=config.row_tokens,
-        head_dim=policy.decoder.head_dim,
-        score_cap=policy.decoder.score_cap,
-        recurrent=policy.decoder.delta is not None,
-    )
+    how = training_pass(config.model, config.batch, mesh, policy.decoder, row_tokens=config.row_tokens)
     optimizer = optimizer_of(config.optimizer)
     longest = config.max_response_tokens
     pairs = PairSource(prompts, policy.tokenizer, seed=config.seed, max_response_tokens=longest)
-    # An evaluation measures verdicts, so the overlong penalty of a later training run does not apply.
-    reward = replace(config.reward, overlong=replace(config.reward.overlong, enabled=False))
-    limit, stop = config.sampling.max_response_tokens, config.sampling.stop
-    graders = grading(reward, policy, max_response_tokens=limit, stop=stop, graders=checked)
+    graders = grading(config.reward, policy, stop=config.sampling.stop, graders=checked)
     state = state_structs(policy.params, optimizer, mesh, offload=config.optimizer.offload)
     sampler = response_sampler(
         policy,
@@ -120,10 +109,8 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     with ExitStack() as stack:
         stack.callback(graders.close)
         shown = stack.enter_context(progress or Progress(config.steps))
-        for message in filter(None, (how.note, policy.decoder.length_note)):
+        for message in filter(None, (how.note, policy.decoder.length_note, lock.note)):
             shown.message(message)
-        if lock.note:
-            shown.message(lock.note)
         tracker = JsonlTracker(run_dir / "metrics.jsonl")
         stack.callback(tracker.close)
         for step in range(1, config.steps + 1):

@@ -4,7 +4,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple, NoReturn, cast, get_args, get_origin
@@ -91,6 +92,16 @@ def without_secrets(text: str) -> str:
 def refuse(key: str, value: object, needs: str, remedy: str) -> NoReturn:
     """Raises a ConfigError whose message contains the value found, the requirement (`needs`) and the remedy."""
     raise ConfigError(f"{key}: found {shown(value)}, needs {needs}; {remedy}")
+
+
+@contextmanager
+def prefixed(place: object, *kinds: type[Exception]) -> Iterator[None]:
+    """If the block raises a ValueError or an error of `kinds`, raises a ConfigError instead, whose message begins with `place` (unless it is empty)."""
+    try:
+        yield
+    except (ValueError, *kinds) as error:
+        cause = None if isinstance(error, ConfigError) else error
+        raise ConfigError(f"{place}: {error}" if place else str(error)) from cause
 
 
 def shown(value: object) -> str:

@@ -6,7 +6,6 @@ This module checks the names of keys. Their values are checked when the configur
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from operator import attrgetter
 from os import PathLike
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin, overload
@@ -14,7 +13,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin
 import yaml
 
 from dapo_jax.config.algorithms import ALGORITHMS, DEFINING, NOT_OFFERED, OTHER_NAMES
-from dapo_jax.config.keys import ConfigError, needed, refuse, shown
+from dapo_jax.config.keys import ConfigError, needed, prefixed, refuse, shown
 from dapo_jax.config.other_libraries import of_another_library, unknown_key
 from dapo_jax.config.reading import read_file, read_yaml, shipped_configs, write_yaml
 from dapo_jax.config.schema import EvaluateConfig, SftConfig, TrainConfig, evaluation_of
@@ -111,19 +110,17 @@ def _load(
         raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
     path, content = None, dict[Any, Any]()
     if name is not None:
-        try:
+        with prefixed(""):
             path = path_of(name)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
         if not path.is_file():
             path = shipped_configs().get(str(name), path)
-        with _prefixed(path):
+        with prefixed(path):
             content = read_file(path)
     algorithm = content.pop("algorithm") if isinstance(content.get("algorithm"), str) else None
     schema = next((each for each in schemas if content.keys() <= field_types(each).keys()), schemas[0])
     kinds, row = leaf_types(schema), dict[str, Any]()
     places = [place for place, each in enumerate(overrides) if each.startswith("algorithm=")]
-    with _prefixed(path):
+    with prefixed(path):
         if algorithm is not None and schema is not TrainConfig:
             _refuse_unknown("algorithm", algorithm, kinds)
         _check_names(content, schema, kinds)
@@ -135,7 +132,7 @@ def _load(
             for key in [] if places else [key for key in row if not _has(content, key)]:
                 _set(content, key, row[key])
     for place, override in enumerate(overrides):
-        with _prefixed(f"override {shown(override)}"):
+        with prefixed(f"override {shown(override)}"):
             if place not in places or schema is not TrainConfig:
                 _set(content, *_parse_override(override, kinds))
                 continue
@@ -174,15 +171,6 @@ def _has(content: Any, key: str) -> bool:
             return False
         content = content[name]
     return True
-
-
-@contextmanager
-def _prefixed(place: object) -> Iterator[None]:
-    """If the block raises a ConfigError, adds the file or the override to the beginning of its message."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
 
 
 def _check_names(section: dict[Any, Any], schema: type, kinds: Mapping[str, Any], prefix: str = "") -> None:

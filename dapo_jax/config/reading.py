@@ -16,14 +16,11 @@ _FLOAT = re.compile(
     r"[-+]?(\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+|\d[\d_]*\.[\d_]*|\.\d[\d_]*([eE][-+]?\d+)?|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
 )
 _INT = re.compile(r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)$")
+"""Matches whole numbers, but not `12:30` and `010`, which YAML 1.1 reads as 750 and 8."""
 
 
 class _Loader(yaml.SafeLoader):
     """Unlike PyYAML's loader, parses `1e-6` as a number, and `=`, `<<`, `010`, `12:30` and dates as text. Rejects a section in which a key occurs twice."""
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
-        """Returns a whole number, or text for `12:30` and `010`, which YAML 1.1 reads as 750 and 8."""
-        return super().construct_yaml_int(node) if _INT.fullmatch(node.value) else node.value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -43,14 +40,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-for _each in (_Loader, _Dumper):
+for _each, _read_as_text in ((_Loader, (":int", ":value")), (_Dumper, ())):  # `=` is a value
+    _changed = (":timestamp", ":float", *_read_as_text)
     _each.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":timestamp", ":float"))]
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(_changed)]
         for first, known in _each.yaml_implicit_resolvers.items()
     }
     _each.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:value", _Loader.construct_yaml_str)  # `=`
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _Loader.add_constructor("tag:yaml.org,2002:merge", _Loader.construct_yaml_str)  # `<<`, unless it is a key
 
 

@@ -279,7 +279,7 @@ class PackedRowsConfig(Section, at="batch"):
     row_tokens: int = key(0, aliases="pack_length ppo_max_token_len_per_gpu", may_change=True)
     """Number of tokens per packed row. 0 means the longest prompt plus the longest response. In longer rows, more responses can share a prompt, so that it is computed less often.
     However, the cost of attention grows with the square of the row length."""
-    packing: bool = key(True, may_change=True)
+    packing: bool = key(True, aliases="packing", may_change=True)
     """Pack several responses into each row. If false, each row contains one response."""
 
 

@@ -3,14 +3,14 @@
 import os
 import platform
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
-from dapo_jax.hints import how_to_install
 from dapo_jax.parallel import gpu_settings
 from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.plan import topologies
@@ -26,11 +26,8 @@ PACKAGES = (
 )
 """The packages that training needs, followed by optional packages that the extras install."""
 
-_PLUGINS = {"jax-cuda12-plugin": "cuda", "jax-cuda13-plugin": "cuda", "libtpu": "tpu"}
-"""Maps Python distributions to the JAX platforms that they provide."""
-
-_NVIDIA = Path("/proc/driver/nvidia/version")
-"""This file exists if an NVIDIA driver is loaded."""
+_PLUGINS = {"jax_cuda12_plugin": "cuda", "jax_cuda13_plugin": "cuda", "libtpu": "tpu"}
+"""Maps Python packages to the JAX platforms that they provide."""
 
 
 def versions() -> Found:
@@ -56,28 +53,27 @@ def devices() -> Found:
         message += ", which share the host's memory"
     if (gpus := topologies.here()) is not None:
         message += f" (`dapo-jax plan --topology {gpus.name}`)"
-    if here[0].platform != "cpu" or not (missed := _unused_accelerator()):
-        return Found(message)
-    return Found(f"{message}; {missed[0]}", "warning", missed[1])
+    why, fix = _unused_accelerator() if here[0].platform == "cpu" else ("", "")
+    return Found(f"{message}; {why}", "warning", fix) if why else Found(message)
 
 
-def _unused_accelerator() -> tuple[str, str] | None:
-    """Returns why an accelerator seems to be unused and the suggested fix, or None if no accelerator seems to be unused."""
-    names = {distribution.metadata["Name"].lower() for distribution in distributions()}
-    plugins = [name for name in _PLUGINS if name in names]
+def _unused_accelerator() -> tuple[str, str]:
+    """Returns why an accelerator seems to be unused and the suggested fix, or two empty strings if no accelerator seems to be unused."""
+    plugins = [name for name in _PLUGINS if find_spec(name)]
     asked = os.environ.get("JAX_PLATFORMS", "")
     if plugins and asked and not {"tpu", "cuda", "gpu"} & set(asked.split(",")):
-        unset = "to use an accelerator, unset it"
-        return f"JAX_PLATFORMS={asked} keeps JAX from using {', '.join(plugins)}", unset
+        return (
+            f"JAX_PLATFORMS={asked} keeps JAX from using {', '.join(plugins)}",
+            "to use an accelerator, unset it",
+        )
     if plugins:
         return (
             f"{', '.join(plugins)} is installed, but JAX sees only CPUs",
             f"if this machine has an accelerator, start with JAX_PLATFORMS={_PLUGINS[plugins[0]]},cpu, which reports why it cannot be "
             "used; otherwise ignore this",
         )
-    if _NVIDIA.exists():
-        return "an NVIDIA driver is loaded, but JAX's CUDA plugin is missing", how_to_install("cuda")
-    return None
+    why, _, fix = gpu_settings.unused().partition(": ")
+    return why, fix
 
 
 def settings() -> Found:

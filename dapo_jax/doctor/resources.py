@@ -12,11 +12,10 @@ from dapo_jax.doctor.machine import host_bytes
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.locks import LockedError, check_free
 from dapo_jax.models.folder import NOT_LOADED
-from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.plan.memory import MARGIN, together
 from dapo_jax.plan.topologies import present_bytes
 from dapo_jax.run.disk_space import gib, room_for, written_by
-from dapo_jax.run.policy import mesh_of, meshes_of, source_of, with_adapters
+from dapo_jax.run.policy import mesh_of, meshes_of, with_adapters
 from dapo_jax.run.run_dir import check_run_dir, place_of
 from dapo_jax.storage import in_bucket
 from dapo_jax.trackers import check_trackers, wandb_mode, wandb_project
@@ -38,12 +37,9 @@ def mesh(subject: Subject) -> Found:
 
 def model(subject: Subject) -> Found:
     """Checks that the model exists, without loading its weights."""
-    decoder, tokenizer, folder, size = subject.described
+    decoder, tokenizer, folder, size, skipped = subject.described
     weights = "random weights" if folder is None else f"{gib(size)} of weights"
     config, vocabulary = subject.config, tokenizer.vocab_size
-    # Of a model on the hub, only the description is there. The weights of a run are in its checkpoints.
-    apart = config.model.source.startswith("hf:") or source_of(config.model).is_whole_run
-    skipped = 0 if folder is None or apart else SafetensorsFolder(folder).skipped
     note = decoder.for_length(config.data.max_prompt_tokens + config.sampling.max_response_tokens).length_note
     notes = filter(None, (f"{skipped} {NOT_LOADED}" if skipped else "", note))
     found = f"{config.model.source}: {decoder.size_note}, {weights}, {vocabulary:,} tokens"

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from dapo_jax.config import ConfigError, ModelConfig, TrainConfig
-from dapo_jax.config.data_schema import DataConfig
+from dapo_jax.config import DataConfig, ModelConfig, TrainConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.prompts import PromptSource
 from dapo_jax.models.hub import look_up
@@ -40,24 +40,23 @@ class Subject:
     """Whether the tiny step uses the run's own model, however large it is."""
 
     @cached_property
-    def described(self) -> tuple[DecoderConfig, Tokenizer, AnyPath | None, int]:
-        """The model's shapes, tokenizer and folder, and the size of its weights in bytes. No weights are downloaded or loaded."""
-        model, size = self.config.model, 0
-        try:
+    def described(self) -> tuple[DecoderConfig, Tokenizer, AnyPath | None, int, int]:
+        """The model's shapes, tokenizer and folder, the size of its weights in bytes, and the number of its tensors that are not loaded. No weights are downloaded or loaded."""
+        model, size, skipped = self.config.model, 0, 0
+        with prefixed(f"model.source={model.source!r}"):
             if model.source.startswith("hf:"):
                 folder, size = look_up(model.source.removeprefix("hf:"), revision=model.revision or None)
-                return (*description_of(ModelConfig(source=str(folder))), size)
+                return (*description_of(ModelConfig(source=str(folder))), size, skipped)
             source = source_of(model)
             whole = source.is_whole_run
             decoder, tokenizer, folder = source.read(partial(description_of, weights=not whole))
             if whole:
                 size = 4 * decoder.parameters  # a checkpoint stores float32
             elif folder is not None:
-                SafetensorsFolder(folder)  # detects missing and truncated files by reading names and shapes
+                # Reading the names and shapes detects missing and truncated files.
+                skipped = SafetensorsFolder(folder).skipped
                 size = sum(size_of(file) for file in entries(folder) if file.suffix == ".safetensors")
-        except ValueError as error:
-            raise ConfigError(f"model.source={model.source!r}: {error}") from error
-        return decoder, tokenizer, folder, size
+        return decoder, tokenizer, folder, size, skipped
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.checkpoints.manifest import flattened
 from dapo_jax.config import DynamicSamplingConfig, EnvironmentConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.dapo.dynamic_sampling import Collected
@@ -111,8 +112,8 @@ class TinyStep(ExitStack, Observer):
         """Grades the sampled responses with the configured grader or environment."""
         if self._whole.environment.source:
             return self._first_turns()
-        limit, stop = self.config.sampling.max_response_tokens, self.config.sampling.stop
-        grader = grading(self.config.reward, self._run.policy, max_response_tokens=limit, stop=stop)
+        limit = self.config.sampling.max_response_tokens
+        grader = grading(self.config.reward, self._run.policy, stop=self.config.sampling.stop)
         sampled = [(g.prompt, tuple(r.response for r in g.rollouts)) for g in self._collected.groups]
         try:
             began = time.monotonic()
@@ -272,7 +273,5 @@ def _bytes(tree: PyTree) -> int:
 
 def _digests(state: PyTree) -> dict[str, str]:
     """Maps the path of each array in the state to a digest of the array's bytes."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): hashlib.blake2b(np.asarray(leaf).tobytes()).hexdigest()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }  # fmt: skip
+    arrays = flattened(state).items()
+    return {name: hashlib.blake2b(np.asarray(array).tobytes()).hexdigest() for name, array in arrays}

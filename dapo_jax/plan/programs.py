@@ -212,9 +212,7 @@ class Programs:
     @cached_property
     def _pass(self) -> TrainingPass:
         config, mesh, decoder = self.config, self.meshes.train, self.decoder
-        how: dict[str, Any] = {"head_dim": decoder.head_dim, "score_cap": decoder.score_cap}
-        how["recurrent"] = decoder.delta is not None
-        return training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, **how)
+        return training_pass(config.model, config.batch, mesh, decoder, row_tokens=config.row_tokens)
 
     @cached_property
     def engine(self) -> DecoderEngine:

@@ -119,15 +119,7 @@ class Run:
             found = teacher.files(weights=True)
             files |= {f"teacher ({name})": digest for name, digest in found.items()}
         decoder = self.policy.decoder
-        how = training_pass(
-            model,
-            config.batch,
-            self._mesh,
-            row_tokens=config.row_tokens,
-            head_dim=decoder.head_dim,
-            score_cap=decoder.score_cap,
-            recurrent=decoder.delta is not None,
-        )
+        how = training_pass(model, config.batch, self._mesh, decoder, row_tokens=config.row_tokens)
         self._optimizer = optimizer_of(config.optimizer)
         device, count = self._mesh.devices.flat[0], self._prompts.rows_per_epoch
         first = f"training {decoder.trained_parameters:,} parameters on {count:,} prompts with {self._mesh.size} x {device.device_kind}"

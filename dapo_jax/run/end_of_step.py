@@ -10,31 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.config import SftConfig, TrainConfig
 from dapo_jax.config.section import due
-from dapo_jax.dapo.rollouts import Group
 from dapo_jax.evaluation import lost_verdicts, problem_record, responses_kept, summarize
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.processes import is_first, resume_by
 from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first
 from dapo_jax.rollout.checkpoint_arrays import flight_arrays, group_arrays
+from dapo_jax.run.build import Run
 from dapo_jax.run.guard import GuardError
 from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.run.observers import Ratios
 from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
-from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import write_problems
 
-Evaluate = Callable[[PyTree, int], Mapping[str, Sequence[Group]]]
-"""A function that takes the parameters and the step, and returns the graded groups of each held-out dataset."""
 OnStep = Callable[[int, Mapping[str, float | int]], None]
 
 
@@ -48,30 +44,26 @@ class EndOfStep(Observer):
 
     def __init__(
         self,
-        config: TrainConfig,
+        run: Run,
         run_dir: AnyPath,
         *,
         start: ResumePoint,
-        batches: StepBatches,
         ratios: Ratios,
-        evaluate: Evaluate | None,
         checkpointer: Checkpointer,
         records: Records | None,
         shown: Progress,
         stop: Stop,
         on_step: OnStep | None,
-        identity: Mapping[str, Any],
         check: Callable[[], None],
     ) -> None:
         """Stores the objects of the run.
 
-        The run starts or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its
+        The run starts or resumes at `start`. `check` raises an error if the run has lost the lock on its
         folder and must not write to it any more. Only the first process writes metrics; all other processes pass `records=None`.
         """
-        self._config, self._run_dir, self._evaluate = config, run_dir, evaluate
-        self._batches, self._ratios = batches, ratios
+        self._run, self._config, self._run_dir, self._ratios = run, run.config, run_dir, ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
-        self._stop, self._on_step, self._identity, self._check = stop, on_step, identity, check
+        self._stop, self._on_step, self._check = stop, on_step, check
         self._now, self._saved = start, start.position.step
         self._saving_s = 0.0
         """Seconds for which a save after the last step has blocked the run."""
@@ -85,8 +77,8 @@ class EndOfStep(Observer):
         self._announce_resume()
         if self._now.unfinished is not None:
             self._finish(dict(self._now.unfinished))
-        elif self._saved == 0 and self._evaluate is not None:
-            self._record(0, self._evaluated(self._evaluate)[0])
+        elif self._saved == 0 and self._run.held_out:
+            self._record(0, self._evaluated()[0])
 
     def after_step(self, result: StepResult) -> None:
         """Shows and writes the metrics of the step. Evaluates and saves a checkpoint if they are due after this step.
@@ -99,7 +91,7 @@ class EndOfStep(Observer):
         metrics["time/checkpoint_s"], self._saving_s = self._saving_s, 0.0
         self._shown.step(step, metrics)
         if self._records is not None:
-            self._records.rollouts(step, result.collected, self._ratios.found, self._batches.advantages)
+            self._records.rollouts(step, result.collected, self._ratios.found, self._run.batches.advantages)
         self._now = ResumePoint(state=result.state, position=result.position, unfinished=metrics)
         self._finish(metrics)
         if step < self._config.steps:
@@ -172,9 +164,9 @@ class EndOfStep(Observer):
     def _finish(self, metrics: dict[str, float | int]) -> None:
         """Runs the evaluation if it is due, writes the metrics of the step, and saves a checkpoint if it is due."""
         step, config, score = self._now.position.step, self._config, None
-        if self._evaluate is not None and evaluates_after(config, step):
+        if self._run.held_out and evaluates_after(config, step):
             self._stop_if_asked()
-            scores, score = self._evaluated(self._evaluate)
+            scores, score = self._evaluated()
             metrics |= scores
         self._record(step, metrics)
         self._now = replace(self._now, unfinished=None)
@@ -191,7 +183,7 @@ class EndOfStep(Observer):
         if self._records is not None:
             self._records.step(step, metrics)
 
-    def _evaluated(self, evaluate: Evaluate) -> tuple[dict[str, float], float | None]:
+    def _evaluated(self) -> tuple[dict[str, float], float | None]:
         """Evaluates the policy. Returns metrics and the score that rates the checkpoint: avg@k, or the mean reward for `metric=score`, on the first dataset."""
         self._shown.phase("evaluate")
         began, step = time.perf_counter(), self._now.position.step
@@ -199,7 +191,7 @@ class EndOfStep(Observer):
         headline = f"avg@{self._config.eval.samples_per_prompt}" if counts else "reward"
         scores: dict[str, float] = {}
         score = None
-        graded = evaluate(self._now.state.params, step)
+        graded = self._run.sampling.evaluate(self._now.state.params, step)
         self._check()
         for name, groups in graded.items():
             if is_first():
@@ -224,7 +216,7 @@ class EndOfStep(Observer):
     def _save(self, score: float | None) -> None:
         self._shown.phase("checkpoint")
         self._check()
-        position, progress = self._now.position, self._now.progress(self._identity)
+        position, progress = self._now.position, self._now.progress(self._run.identity)
         carry = {**group_arrays(position.carry), **flight_arrays(position.in_flight)}
         self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
         self._saved = position.step

@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig, RewardConfig, TrainConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.config.schema import GraderConfig
 from dapo_jax.config.section import entries
 from dapo_jax.environments import Environment, Episodes, load_environment
@@ -40,9 +41,8 @@ def grading(
     config: RewardConfig,
     policy: Policy,
     *,
-    max_response_tokens: int,
+    max_response_tokens: int | None = None,
     stop: Sequence[str] = (),
-    reward: Rewards | None = None,
     graders: Sequence["ConfiguredGrader"] = (),
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
@@ -52,22 +52,19 @@ def grading(
     Args:
         config: configures the graders and reward shaping.
         policy: its tokenizer decodes the responses.
-        max_response_tokens: maximum response length for the overlong penalty.
+        max_response_tokens: maximum response length for the overlong penalty. If None, there is no penalty, because an evaluation measures verdicts.
         stop: strings that end a response. The text from a stop string on is not graded.
-        reward: replaces the configured graders.
-        graders: the result of `check_graders`. If empty, the graders are loaded.
+        graders: the result of `check_graders`. If empty, the configured graders are loaded.
         episodes: the episodes of an environment. If given, the environment supplies the rewards instead of graders.
         on_submit: called before the responses to a prompt are submitted.
     """
     overlong = config.overlong
-    submit, close = (
-        submit_of(config, reward=reward, graders=graders) if episodes is None else (episodes.verdicts, episodes.close)
-    )  # fmt: skip
+    submit, close = submit_of(config, graders) if episodes is None else (episodes.verdicts, episodes.close)
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
-        overlong=overlong.enabled,
-        max_response_tokens=max_response_tokens,
+        overlong=overlong.enabled and max_response_tokens is not None,
+        max_response_tokens=max_response_tokens or 0,
         buffer_tokens=overlong.buffer_tokens,
         penalty_factor=overlong.penalty_factor,
     )
@@ -77,16 +74,16 @@ def grading(
 
 
 def submit_of(
-    config: RewardConfig, *, reward: Rewards | None = None, graders: Sequence["ConfiguredGrader"] = ()
+    config: RewardConfig, graders: Sequence["ConfiguredGrader"] = ()
 ) -> tuple[Submit, Close | None]:
     """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop (None if nothing was started).
 
-    `reward` replaces the graders in the configuration. `graders` is the result of `check_graders`, if it was called before.
+    `graders` is the result of `check_graders`. If empty, the configured graders are loaded.
 
     Raises:
         ConfigError: a grader cannot be loaded, or its weight is missing. In this case nothing was started.
     """
-    graders = graders or check_graders(config, reward=reward)
+    graders = graders or check_graders(config)
     closing: list[Close] = []
     loop: AsyncCalls | None = None
     submits: list[Submit] = []
@@ -141,19 +138,17 @@ def part_weights(graders: Sequence[ConfiguredGrader]) -> dict[str, float]:
 
 
 def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> list[ConfiguredGrader]:
-    """Loads the graders for `submit_of` without starting them.
+    """Loads the configured graders, or `reward` instead, without starting them.
 
     Raises:
         ConfigError: a grader cannot be loaded, or its weight is missing.
     """
 
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
-        try:
+        with prefixed(key):
             is_judge = isinstance(spec, str) and spec.startswith("judge:")
             given = Judge(spec.removeprefix("judge:")) if is_judge else spec
             found = load_reward(given, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
-        except ValueError as error:
-            raise ConfigError(f"{key}: {error}") from error
         return ConfiguredGrader(found, spec if isinstance(spec, str) else None, weight)
 
     if reward is None and not config.graders:
@@ -203,7 +198,7 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
         raise ConfigError(
             f"environment.source={config.source!r} supplies the rewards, but a reward function was given as well; remove one of them"
         )
-    try:
+    with prefixed("environment.source"):
         if config.workers:
             return WorkerEnvironment(
                 config.source,
@@ -212,8 +207,6 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
                 memory_mb=WORKER_MEMORY_MB,
             )
         return load_environment(config.source)
-    except ValueError as error:
-        raise ConfigError(f"environment.source: {error}") from error
 
 
 def episodes_of(

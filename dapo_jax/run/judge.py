@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dapo_jax.config.keys import POSITIVE, ConfigError, Range, key, refuse
+from dapo_jax.config.keys import POSITIVE, ConfigError, Range, key, prefixed, refuse
 from dapo_jax.config.reading import read_file
 from dapo_jax.config.section import entry
 from dapo_jax.dapo.rollouts import Verdict
@@ -66,14 +66,12 @@ class Judge:
     limits_itself = True  # so `AsyncCalls` does not limit its calls
 
     def __init__(self, path: str) -> None:
-        try:
+        with prefixed(path, OSError):
             self.config = config = entry("judge", read_file(Path(path).expanduser()), JudgeConfig)
             self._key = os.environ.get(config.api_key_env, "").strip()
             _check(config, self._key)
             if config.cache:
                 self._of_cache("create table if not exists replies (request text primary key, reply text)")
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{path}: {error}") from error
         self.__qualname__ = f"judge:{Path(path).stem}"  # the name in messages and metrics
         self.counts = Counter(calls=0, cache_hits=0, tokens=0)
         """Number of requests that were sent, of replies from the cache, and of tokens according to the server."""
@@ -104,9 +102,8 @@ class Judge:
         if is_new := request not in self._waiting:
             self._waiting[request] = asyncio.ensure_future(self._cached(request, body))
             self._waiting[request].add_done_callback(lambda _: self._waiting.pop(request))
-        reply = await asyncio.shield(
-            self._waiting[request]
-        )  # if this call is cancelled, others get the reply
+        # If this call is cancelled, others get the reply.
+        reply = await asyncio.shield(self._waiting[request])
         self.counts["cache_hits"] += not is_new
         return reply
 

@@ -33,6 +33,7 @@ from dapo_jax.config import (
     load_config,
     load_evaluation,
 )
+from dapo_jax.config.keys import prefixed
 from dapo_jax.models.adapter_folder import ADAPTER_CONFIG, is_adapter, read_adapter, save_adapter
 from dapo_jax.models.decoder import WHOLE, Decoder, graph_of, is_apart, unstacked
 from dapo_jax.models.folder import CONFIG, load_model, read_config, save_model
@@ -201,7 +202,7 @@ def load_policy(
     Raises:
         ConfigError: the preset, shipped model or folder does not exist, the run has no checkpoint, or the adapter does not match `lora`.
     """
-    try:
+    with prefixed(f"{section}.source={model.source!r}"):
         source = source_of(model, weights=weights)
         adapter, step, checkpoint = source.adapter, 0, ""
         if lora is not None and adapter is not None and lora != adapter:
@@ -251,8 +252,6 @@ def load_policy(
                 trained = _random(decoder, seed, where, lambda params: parted(params)[0])
             else:
                 trained = place_adapters(decoder, source.file, shardings=where)
-    except ValueError as error:
-        raise ConfigError(f"{section}.source={model.source!r}: {error}") from error
     return Policy(
         decoder=decoder,
         params=trained,
@@ -271,7 +270,7 @@ def _of_checkpoint(model: ModelConfig, target: PyTree, *, rows: int, check: Chec
     with Checkpointer(path_of(model.source) / "checkpoints") as checkpointer:
         folder, found = checkpointer.folder, None
         restore = partial(checkpointer.restore, TrainState(target, None), rows=rows, check=check, part=True)
-        try:
+        with prefixed("the run cannot be used", CheckpointError, OSError):
             if model.checkpoint == "last":
                 found = checkpointer.restore_last(
                     restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)
@@ -282,8 +281,6 @@ def _of_checkpoint(model: ModelConfig, target: PyTree, *, rows: int, check: Chec
                 kind = "with an evaluation score " if model.checkpoint == "best" else ""
                 raise ValueError(f"there is no checkpoint {kind}in {folder} yet")
             digest = hashlib.sha256(file_bytes(folder / str(found.step) / MANIFEST)).hexdigest()
-        except (CheckpointError, ValueError, OSError) as error:
-            raise ConfigError(f"the run cannot be used: {error}") from error
     return found.state.params, found.step, f"step {found.step} (sha256 {digest[:12]}...)"
 
 
@@ -314,10 +311,8 @@ def lora_of(config: LoraConfig) -> LoraShape | None:
 
 def with_adapters(decoder: DecoderConfig, config: LoraConfig) -> DecoderConfig:
     """Returns the decoder with the adapters that `config` describes. Raises ConfigError if it cannot have them."""
-    try:
+    with prefixed(""):
         return replace(decoder, lora=lora_of(config))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 class Source(NamedTuple):
@@ -501,7 +496,6 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
         return assets / name
     if kind == "hf":
         return download(name, revision=model.revision or None, weights=weights)
-    _check_prefix(model.source)
     folder = path_of(model.source)
     if folder.suffix == ".gguf":
         raise ValueError("a GGUF file is not a model folder; convert it with `dapo-jax convert FILE FOLDER`")
@@ -571,11 +565,7 @@ def _structs(shapes: nnx.State, where: Callable[[nnx.State], PyTree] | None) -> 
     """Returns `shapes` with the shardings that `where` returns, or without shardings."""
     if where is None:
         return shapes
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
-        where(shapes),
-    )
+    return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, where(shapes))
 
 
 def description_of(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import optax
@@ -17,6 +17,7 @@ from jax.stages import Lowered
 
 from dapo_jax.config import ConfigError, LossConfig, SamplingConfig, TrainConfig
 from dapo_jax.config.algorithms import CLIPS
+from dapo_jax.config.keys import prefixed
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.decoder import graph_of
@@ -51,16 +52,7 @@ engine_of = lru_cache(maxsize=_KEPT)(DecoderEngine)
 """Returns the sampler's engine (see `DecoderEngine`). Calls with the same arguments return the same engine."""
 
 
-@runtime_checkable
-class Lowering(Protocol):
-    """A sampling engine whose programs can be compiled before the first call."""
-
-    def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
-        """Returns a dict from the name of each sampling program to a function that lowers it. See `DecoderEngine.programs`."""
-        ...
-
-
-def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
+def compile_sampling(engine: DecoderEngine, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
     """Compiles all sampling programs of `engine` in parallel, then waits for all other processes. `weights` and `decodings` may be shapes.
 
     Without this wait, a process could time out in a collective while another process is still compiling.
@@ -72,7 +64,7 @@ def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Itera
 
 
 @lru_cache(maxsize=2 * _KEPT)
-def _compiled(engine: Lowering, structure: Any, leaves: tuple[Any, ...]) -> None:
+def _compiled(engine: DecoderEngine, structure: Any, leaves: tuple[Any, ...]) -> None:
     # Only one program depends on `decoding`. From the second `decoding` on, the other programs are in the cache.
     lowered = [lower() for lower in engine.programs(*jax.tree.unflatten(structure, leaves)).values()]
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
@@ -136,10 +128,8 @@ def objective_of(loss: LossConfig) -> Objective:
 
 @lru_cache(maxsize=_KEPT)
 def _objective(spec: str, options: str, clips: tuple[float, float, float | None]) -> Objective:
-    try:
+    with prefixed(f"loss.objective={spec}, loss.options={options}"):
         found = load_objective(load_function(spec) if ":" in spec else spec, json.loads(options))
-    except ValueError as error:
-        raise ConfigError(f"loss.objective={spec}, loss.options={options}: {error}") from error
     known = options_of(found)
     clipped = {name: clip for name, clip in zip(CLIPS, clips, strict=True) if name in known}
     return partial(found, **clipped)
@@ -252,16 +242,8 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
 
 def taught_by(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Model:
     """Returns the decoder of a teacher for updates on `mesh`, and its parameters."""
-    model, tokens = config.model, config.row_tokens
-    how = training_pass(
-        model,
-        config.batch,
-        mesh,
-        row_tokens=tokens,
-        head_dim=teacher.decoder.head_dim,
-        score_cap=teacher.decoder.score_cap,
-        recurrent=teacher.decoder.delta is not None,
-    )
+    model = config.model
+    how = training_pass(model, config.batch, mesh, teacher.decoder, row_tokens=config.row_tokens)
     graph = teacher.graph(compute_dtype=model.compute_dtype, remat="none", layout=how.layout)
     return graph, teacher.params, teacher.frozen
 

@@ -1,8 +1,8 @@
 """Loads the prompts for training, evaluation and supervised fine-tuning from a configuration."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig, TrainConfig
 from dapo_jax.config.data_schema import SourceConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.config.section import entries
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.prompts import PromptSource, held_out, measured_prompts
@@ -176,13 +177,8 @@ def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _named(source: SourceConfig, *, given: bool = False) -> Iterator[None]:
+def _named(source: SourceConfig, *, given: bool = False) -> AbstractContextManager[None]:
     """Returns a context manager that converts errors to ConfigErrors, and adds the dataset's name or a note about rows from Python to the message."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:  # RuntimeError is raised if a dataset cannot be stored
-        if given:
-            raise ConfigError(f"the rows given from Python: {error}") from error
-        split = f", split {source.split!r}" if source.split else ""
-        raise ConfigError(f"data.source={source.source!r}{split}: {error}") from error
+    split = f", split {source.split!r}" if source.split else ""
+    place = "the rows given from Python" if given else f"data.source={source.source!r}{split}"
+    return prefixed(place, RuntimeError)  # which is raised if a dataset cannot be stored

@@ -1,7 +1,7 @@
 """Writes the metrics and rollouts of a run, and configures the compilation cache."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ def use_compilation_cache(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-class Records:
+class Records(AbstractContextManager):
     """The trackers and the rollout log of a run, as a context manager."""
 
     def __init__(
@@ -103,9 +103,6 @@ class Records:
             return read_metrics(self._path)
         except FileNotFoundError:
             return []
-
-    def __enter__(self) -> "Records":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._trackers.close()

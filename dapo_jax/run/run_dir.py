@@ -13,6 +13,7 @@ from etils import epath
 
 from dapo_jax import locks
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
+from dapo_jax.config.keys import prefixed
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.hints import nearest
@@ -182,13 +183,11 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
     Raises:
         ConfigError: gcsfs is not installed, the bucket does not exist, or the folder is not writable.
     """
-    try:
+    with prefixed(f"{key}={value}", OSError):
         folder = path_of(value)
         folder.exists()  # raises an error for a name that the file system does not allow
         check_access(folder, write=write)
         return folder if in_bucket(folder) else Path(folder).absolute()
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{key}={value}: {error}") from error
 
 
 def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
@@ -197,7 +196,5 @@ def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
     Raises:
         ConfigError: another process has the lock, or the folder is not writable.
     """
-    try:
+    with prefixed(f"{key}={value}", LockedError):
         return take(folder, lost=lost)
-    except LockedError as error:
-        raise ConfigError(f"{key}={value}: {error}") from error

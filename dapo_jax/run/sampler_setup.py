@@ -7,6 +7,7 @@ from functools import partial
 from jax.sharding import Mesh
 
 from dapo_jax.config import ConfigError, SamplingConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import bytes_on_device, least_device_bytes
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes
@@ -112,7 +113,7 @@ def response_sampler(
         resident=resident + bytes_on_device(transfer.shapes, meshes.sampler.shape),
         memory=memory,
     )
-    try:
+    with prefixed(""):
         engine = engine_of(
             decoder,
             mesh=meshes.sampler,
@@ -131,8 +132,6 @@ def response_sampler(
             has_turns=has_turns,
             records_routes=records_routes,
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     known = room is not None and memory is not None
     return ResponseSampler(
         engine,

@@ -150,8 +150,8 @@ def train(
             step = start.position.step
             # The last step whose metrics are final. At step 0, there is no such step, because the evaluation before training is repeated.
             written = step - (start.unfinished is not None) if step else -1
-            how = {"resume_step": written if resume else None, "decode": run.policy.tokenizer.decode}
-            records = stack.enter_context(Records(config, run_dir, **how))
+            resume_step, decode = written if resume else None, run.policy.tokenizer.decode
+            records = stack.enter_context(Records(config, run_dir, resume_step=resume_step, decode=decode))
         profile = stack.enter_context(Profile(config.log.profile_steps, run_dir / "profile"))
         stack.enter_context(watch)
         stack.push(tell_others)
@@ -163,18 +163,15 @@ def train(
             config, run_dir, start=start, batches=run.batches, records=records, shown=shown, check=check
         )
         end_of_step = EndOfStep(
-            config,
+            run,
             run_dir,
             start=start,
-            batches=run.batches,
             ratios=ratios,
-            evaluate=run.sampling.evaluate if run.held_out else None,
             checkpointer=checkpointer,
             records=records,
             shown=shown,
             stop=stop,
             on_step=on_step,
-            identity=run.identity,
             check=check,
         )
         # The order matters: traces end before the guard checks the step, and `EndOfStep` writes the guard's metrics.

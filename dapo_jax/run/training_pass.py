@@ -46,37 +46,33 @@ def training_pass(
     model: ModelConfig,
     batch: BatchConfig | SftBatchConfig,
     mesh: Mesh,
+    decoder: DecoderConfig,
     *,
     row_tokens: int,
-    head_dim: int,
-    score_cap: float | None = None,
-    recurrent: bool = False,
     device: AnyDevice | None = None,
 ) -> TrainingPass:
-    """Returns the training pass for `model` and `batch`.
+    """Returns the training pass of `decoder` for `model` and `batch`.
 
     Args:
         model: the `model` section of the configuration.
         batch: the `batch` section of the configuration.
         mesh: mesh of the trainer.
+        decoder: sizes of the trained model, or of the teacher.
         row_tokens: number of tokens in a row. Rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
-        head_dim: number of dimensions of an attention head.
-        score_cap: cap of the attention scores (`DecoderConfig.score_cap`), which cuDNN does not support.
-        recurrent: whether the model has Gated DeltaNet layers.
         device: device whose attention kernel is used. Defaults to the first device of the mesh.
 
     Raises:
         ConfigError: row length, mesh and attention do not fit together.
     """
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
-    if recurrent and context > 1:
+    if decoder.delta is not None and context > 1:
         raise ConfigError(
             f"parallel.context={context} splits rows over devices, but each part of a row in a Gated DeltaNet layer needs the state after the parts before it: "
             "set parallel.context=1, and use parallel.fsdp or parallel.tensor"
         )
     device = device or mesh.devices.flat[0]
-    attention, note = _attention(model, device, head_dim, context, score_cap), ""
-    if score_cap is not None and device.platform == "gpu":
+    attention, note = _attention(model, device, decoder, context), ""
+    if decoder.score_cap is not None and device.platform == "gpu":
         note = f"training on {device.device_kind} uses XLA operations for attention, because cuDNN does not support {_CAPPED}"
     multiple = context * tensor if attention != "splash" else context * SPLASH_TOKENS * tensor
     filled = -(-row_tokens // multiple) * multiple
@@ -109,8 +105,9 @@ def for_mesh(decoder: DecoderConfig, *meshes: Mesh) -> DecoderConfig:
     return decoder
 
 
-def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: int, cap: float | None) -> str:
-    platform, width = device.platform, head_dim % 8 == 0 and head_dim <= 256
+def _attention(model: ModelConfig, device: AnyDevice, decoder: DecoderConfig, context: int) -> str:
+    platform, head_dim, cap = device.platform, decoder.head_dim, decoder.score_cap
+    width = head_dim % 8 == 0 and head_dim <= 256
     if model.attention != "auto":
         needed = {"splash": "tpu", "cudnn": "gpu"}.get(model.attention, platform)
         if platform != needed:

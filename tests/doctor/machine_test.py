@@ -1,6 +1,5 @@
 """Checks of the machine."""
 
-from collections import namedtuple
 from dataclasses import replace
 
 import jax
@@ -10,6 +9,7 @@ from dapo_jax.config import ConfigError, load_config
 from dapo_jax.doctor import machine
 from dapo_jax.doctor.resources import memory
 from dapo_jax.doctor.subject import STAND_IN, Subject
+from dapo_jax.parallel import gpu_settings
 from dapo_jax.parallel.mesh import Absent
 
 GIB = 2**30
@@ -34,12 +34,11 @@ def test_a_cache_that_cannot_be_written_to_is_a_failure(tmp_path):
 
 
 def test_an_unused_plugin_is_a_warning_with_the_reason(monkeypatch):
-    installed = namedtuple("Distribution", "metadata")
-    monkeypatch.setattr(machine, "distributions", lambda: [installed({"Name": "jax-cuda12-plugin"})])
+    monkeypatch.setattr(machine, "_PLUGINS", {"json": "cuda"})  # an installed package
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     found = machine.devices()
     assert found.state == "warning"
-    assert "JAX_PLATFORMS=cpu keeps JAX from using jax-cuda12-plugin" in found.message
+    assert "JAX_PLATFORMS=cpu keeps JAX from using json" in found.message
     monkeypatch.delenv("JAX_PLATFORMS")
     assert "JAX_PLATFORMS=cuda,cpu" in machine.devices().remedy
 
@@ -55,10 +54,13 @@ def test_gpus_are_reported_with_the_topology_to_plan_for(monkeypatch):
 
 
 def test_a_driver_without_a_plugin_is_a_warning(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "distributions", list)
-    monkeypatch.setattr(machine, "_NVIDIA", tmp_path)
-    assert machine.devices().remedy == "pip install -e '.[cuda]'"
-    monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "none")
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(machine, "_PLUGINS", {})
+    monkeypatch.setattr(gpu_settings, "_PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(gpu_settings, "_DEVICES", tmp_path)
+    found = machine.devices()
+    assert (found.state, found.remedy) == ("warning", "pip install -e '.[cuda]'")
+    (tmp_path / "nvidiactl").unlink()
     assert machine.devices().state == "ok"
 
 

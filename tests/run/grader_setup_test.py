@@ -66,7 +66,7 @@ def samples(*responses):
 
 
 def graded(config, *responses, reward=None):
-    submit, close = submit_of(config, reward=reward)
+    submit, close = submit_of(config, check_graders(config, reward=reward))
     try:
         return submit(samples(*responses)).result()
     finally:
@@ -82,7 +82,7 @@ def test_workers_grade_where_they_are_needed_only():
         _, close = submit_of(there)
         assert close is not None
         close()
-    _, close = submit_of(own, reward=lambda sample: True)  # a function of this process
+    _, close = submit_of(own, check_graders(own, reward=lambda sample: True))  # a function of this process
     assert close is None
 
 
@@ -164,7 +164,7 @@ def test_a_wrong_list_of_rewards_is_refused_with_the_place_in_it(reward, message
 
 def test_a_misspelt_name_in_a_weighted_list_is_named_with_its_place():
     with pytest.raises(ConfigError, match=r"reward\[1\]: .*'exat'; did you mean 'exact'"):
-        submit_of(RewardConfig(), reward=[("exact", 1.0), ("exat", 1.0)])
+        check_graders(RewardConfig(), reward=[("exact", 1.0), ("exat", 1.0)])
 
 
 def test_a_listed_grader_that_cannot_be_loaded_is_named_and_nothing_was_started():
@@ -261,7 +261,7 @@ def test_the_length_reward_follows_the_verdicts_of_the_first_grader():
         (None, RewardConfig(graders=[{"grader": "exact"}, LENGTH])),
         ([("exact", 1), ("kimi_length", 0.5)], RewardConfig()),
     ):
-        submit, _ = submit_of(config, reward=reward)
+        submit, _ = submit_of(config, check_graders(config, reward=reward))
         assert [verdict.parts["kimi_length"] for verdict in submit(long).result()] == [0.5, 0.0, -0.5]
 
 
@@ -275,4 +275,4 @@ def test_the_length_reward_follows_the_verdicts_of_the_first_grader():
 )
 def test_the_length_reward_alone_is_refused(config, reward):
     with pytest.raises(ConfigError, match=r"kimi_length .*reward\.graders=\[\{grader: math\}"):
-        submit_of(config, reward=reward)
+        submit_of(config, check_graders(config, reward=reward))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from dapo_jax.commands import sample
-from dapo_jax.config import EvalConfig, ModelConfig, OverlongConfig, RewardConfig, SamplingConfig
+from dapo_jax.config import EvalConfig, ModelConfig, RewardConfig, SamplingConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.rollout.response_sampler import TRAINING
-from dapo_jax.run.grader_setup import grading
+from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.policy import load_policy
 from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.sampling.decoding import decoding
@@ -28,8 +28,8 @@ def graded(policy, text, stop, reward=None):
     tokens = policy.tokenizer.encode(text)
     response = Response(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop")
     prompt = Prompt(ordinal=0, tokens=tokens[:1], text="1+1", answer="2")
-    config = RewardConfig(overlong=OverlongConfig(enabled=False))
-    graders = grading(config, policy, max_response_tokens=64, stop=stop, reward=reward)
+    config = RewardConfig()
+    graders = grading(config, policy, stop=stop, graders=check_graders(config, reward=reward))
     [group] = graders.groups([(prompt, (response,))])
     return group.rollouts[0]
 

@@ -151,7 +151,7 @@ def test_plan_and_doctor_know_the_model_of_a_run(source, made, micro):
         model = ModelConfig(source=place, checkpoint=checkpoint)
         assert decoder_of(model).base == began.decoder
         subject = Subject(micro(model=model))
-        decoder, tokenizer, _, size = subject.described
+        decoder, tokenizer, _, size, _ = subject.described
         assert (decoder.base, tokenizer) == (began.decoder, began.tokenizer)
         assert size > 0
         assert subject.planned.decoder.embed_dim == 16

@@ -41,13 +41,10 @@ def chips(**axes):
 
 
 def passed(mesh, model=BF16, *, row_tokens=1000, head_dim=128, platform="cpu", cap=None, **batch):
-    how = {
-        "row_tokens": row_tokens,
-        "head_dim": head_dim,
-        "device": DEVICES[platform],
-        "score_cap": cap,
-    }
-    return training_pass(model, BatchConfig(**batch), mesh, **how)
+    decoder = tiny_decoder_config(head_dim=head_dim, score_cap=cap)
+    return training_pass(
+        model, BatchConfig(**batch), mesh, decoder, row_tokens=row_tokens, device=DEVICES[platform]
+    )
 
 
 def test_one_device_has_the_plain_layout_and_packs_everything():
@@ -103,12 +100,11 @@ def test_default_rows_are_rounded_up_to_a_multiple_that_can_be_split():
 
 
 def test_configured_rows_that_cannot_be_split_are_refused():
-    asked = BatchConfig(row_tokens=1030)
+    asked, decoder = BatchConfig(row_tokens=1030), tiny_decoder_config(head_dim=128)
     with pytest.raises(ConfigError, match=r"row_tokens=1030 .* = 8, .* 1032"):
-        training_pass(BF16, asked, chips(context=2, tensor=4), row_tokens=1030, head_dim=128)
-    on_tpu = {"row_tokens": 1030, "head_dim": 128, "device": DEVICES["tpu"]}
+        training_pass(BF16, asked, chips(context=2, tensor=4), decoder, row_tokens=1030)
     with pytest.raises(ConfigError, match=r"x 128 \(model.attention=splash\) = 512, .* 1536"):
-        training_pass(BF16, asked, chips(tensor=4), **on_tpu)
+        training_pass(BF16, asked, chips(tensor=4), decoder, row_tokens=1030, device=DEVICES["tpu"])
 
 
 def test_cudnn_takes_no_split_rows_and_no_unusual_heads():
