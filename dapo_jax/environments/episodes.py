@@ -257,11 +257,12 @@ class Episodes(AbstractContextManager["Episodes"]):
     def _turn(self, turn: DrawnTurn, number: int) -> Turn:
         tokenizer, text = self._rendering.tokenizer, self._text_of(turn.tokens)
         marked = getattr(tokenizer, "marked_text", tokenizer.decode)(turn.tokens)
+        marked = self._rendering.opening + marked.removesuffix(tokenizer.decode(turn.tokens)[len(text) :])
         return Turn(
             tokens=read_only(turn.tokens),
             logprobs=read_only(turn.logprobs),
             text=text,
-            marked_text=marked.removesuffix(tokenizer.decode(turn.tokens)[len(text) :]),  # no stop string
+            marked_text=marked,  # without a stop string
             finish_reason=turn.finish_reason,
             number=number,
         )

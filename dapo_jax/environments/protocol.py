@@ -36,7 +36,8 @@ class Turn:
     number: int
     """Index of the turn in its episode, starting at 0."""
     marked_text: str = ""
-    """The text with the special tokens inside it, because some models mark tool calls with them. Without special tokens at the end."""
+    """The text with the special tokens inside it, because some models mark tool calls with them. Without special tokens at the end, and after the `<think>`
+    with which the chat template began the answer, if any."""
 
 
 @dataclass(frozen=True)

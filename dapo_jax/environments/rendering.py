@@ -6,8 +6,10 @@ of earlier turns stay the same. Only text that the template itself writes can be
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding, conversation_
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.special_tokens import FIRST_GUARD, Before
 from dapo_jax.text.stop_strings import StopStrings
+from dapo_jax.text.thoughts import opening
 from dapo_jax.text.tokenizers import Tokenizer
 
 _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
@@ -35,6 +38,14 @@ class Rendering:
     """Variables for the chat template, from `data.chat_template_kwargs`."""
     today: date | None = None
     """The date for chat templates that print the current date."""
+
+    @cached_property
+    def opening(self) -> str:
+        """The mark, such as `<think>`, with which the chat template begins the thoughts of an answer, or an empty string."""
+        with suppress(ValueError):  # no template, or one that refuses this message
+            asked = [{"role": "user", "content": "?"}]
+            return opening(template_of(self.tokenizer).render(asked, self.template_kwargs, today=self.today))
+        return ""
 
     def ids(self, appended: object, *, after: Int[np.ndarray, " turn"] | None) -> Int[np.ndarray, " new"]:
         """Returns the token ids of an appended value (`protocol.Appended`). `after` is the preceding turn, or None if the value follows the prompt.

@@ -15,10 +15,16 @@ def without_thoughts(text: str, prompt: str = "") -> str:
     >>> without_thoughts("<think>7? No.</think>8"), without_thoughts("7? No.</think>8"), without_thoughts("<think>7?")
     (' 8', '8', ' ')
     """
-    text = f"<think>{text}" if re.search(rf"{_OPEN}\s*\Z", prompt[-50:]) else text
+    text = opening(prompt) + text
     rest, end = "", 0
     for found in _MARKED.finditer(text):
         if not found["call"]:
             rest = f"{rest}{text[end : found.start()]} " if found["pair"] else ""
             end = found.end()
     return rest + text[end:]
+
+
+def opening(prompt: str) -> str:
+    """Returns the mark, such as `<think>`, with which a prompt begins the thoughts of an answer, or an empty string."""
+    found = re.search(rf"({_OPEN})\s*\Z", prompt[-50:])
+    return found[1] if found else ""

@@ -126,18 +126,14 @@ MARKS = ("<tool_call>", "</tool_call>")
 TOOL_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.tool_call_id }}\n{{ m.content }}<|im_end|>{% endfor %}{{ tools }}"
 
 
-@pytest.mark.parametrize("stop", [(), ("END",)])
-def test_a_call_between_special_tokens_is_run(stop):
-    """Decoding omits special tokens, so the text of the turn is bare JSON, which is an answer."""
+def answer_to_a_call(template, said, stop=()):
+    """Plays a turn in which the policy says `said`. Returns the appended text, or None after an answer, and the metrics."""
     described = json.loads(byte_level_json())
     for number, content in enumerate(MARKS, start=320):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         described["added_tokens"].append({"id": number, "content": content, "special": True, **flags})
-    tokenizer = HuggingFaceTokenizer(files_of(json.dumps(described), template=TOOL_TEMPLATE))
+    tokenizer = HuggingFaceTokenizer(files_of(json.dumps(described), template=template))
     prompt = Prompt(ordinal=0, tokens=tokenizer.encode("q"), text="q", answer="3", row={})
-    said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>' + (
-        "END" if stop else "<|im_end|>"
-    )
     tokens = tokenizer.encode(said)
     turn = DrawnTurn(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop")
     text_of = StopStrings(tokenizer, stop).decode if stop else tokenizer.decode
@@ -147,6 +143,26 @@ def test_a_call_between_special_tokens_is_run(stop):
     ) as episodes:
         episodes.start(prompt, 0).result(5)
         answered = episodes.step(prompt, 0, turn).result(5)
-        assert episodes.standing(prompt, 0).metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
+        metrics = episodes.standing(prompt, 0).metrics
+    return None if answered is None else tokenizer.decode(answered.tokens), metrics
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+@pytest.mark.parametrize("stop", [(), ("END",)])
+def test_a_call_between_special_tokens_is_run(stop):
+    """Decoding omits special tokens, so the text of the turn is bare JSON, which is an answer."""
+    appended, metrics = answer_to_a_call(TOOL_TEMPLATE, CALL + ("END" if stop else "<|im_end|>"), stop)
+    assert metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
     # Mistral's templates refuse a result without an id of nine characters.
-    assert tokenizer.decode(answered.tokens).startswith("tool 000000000\n3")
+    assert appended.startswith("tool 000000000\n3")
+
+
+@pytest.mark.parametrize(
+    ("before", "calls"), [("", 0.0), ("A sum.</think>", 1.0), ("A sum. " + CALL + "</think>", 1.0)]
+)
+def test_a_call_in_thoughts_that_the_template_opened_is_not_run(before, calls):
+    """The generation prompt ends with `<think>`, so a turn without `</think>` consists of thoughts."""
+    template = TOOL_TEMPLATE + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    assert answer_to_a_call(template, f"{before}{CALL}<|im_end|>")[1]["tool_calls"] == calls
