@@ -413,7 +413,7 @@ def test_responses_outside_the_loss_count_in_means_of_responses_only():
 
 
 def test_tokens_of_the_environment_count_in_no_length():
-    """Episodes of 5 and 4 tokens, of which the policy sampled 1 and 3; rewards 4 and 0.
+    """Episodes of 5 and 4 tokens. The policy sampled 1 and 3 of them; rewards 4 and 0.
 
     OPO: the baseline is (1 x 4 + 3 x 0) / 4 = 1, so 3 and -1. With 5 and 4 tokens, it would be 20 / 9. REINFORCE++: over the tokens 4, 0, 0, 0, the mean is 1 and the
     variance (9 + 1 + 1 + 1) / 3 = 4, so 3 / 2 and -1 / 2. With 5 and 4 tokens, the mean would be 20 / 9, too.

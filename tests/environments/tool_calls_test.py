@@ -156,7 +156,7 @@ def test_a_call_that_the_template_of_a_family_writes_is_read_back(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cut_call_is_broken_or_absent_and_never_another_call(family):
-    """A turn may end at any character. A prefix may hold the whole call, of which only an end mark is missing."""
+    """A turn may end at any character. A prefix may hold the whole call without its end mark."""
     call = ToolCall("find", {"city": "a\nb {", "days": 5, "tags": ["x", "y"]})
     turn = written(family, [{"name": call.name, "arguments": dict(call.arguments)}])
     for cut in range(len(turn)):

@@ -252,7 +252,7 @@ In all three, the matrices of the text model are at `model.language_model.layers
 
 @pytest.fixture(params=[*WRAPPERS, "ministral3"])
 def wrapped(request, tmp_path):
-    """Returns a folder with a config.json of a model for images and text, and that of its text model."""
+    """Returns a folder with a config.json of a model for images and text, and the config.json of its text model."""
     name = "mistral3" if request.param == "ministral3" else request.param
     architecture, golden, encoder = WRAPPERS[name]
     golden = FAMILIES / ("ministral3" if request.param == "ministral3" else golden)

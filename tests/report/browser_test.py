@@ -13,6 +13,7 @@ import pytest
 
 from dapo_jax.config import DynamicSamplingConfig
 from dapo_jax.report import report
+from dapo_jax.rewards.grading import NOT_GRADED
 from dapo_jax.trackers.run_status import write_status
 from tests.report.chromium import PANEL, Shown, complaints, missing, opened
 from tests.report.made import (
@@ -445,6 +446,18 @@ def judged(tmp_path):
             problem["responses"][0]["score"] = reward - 0.1
         write_evaluation(run, step, problems)
     return run
+
+
+@pytest.mark.parametrize("metric", ["correct", "score"])
+def test_responses_that_were_not_graded_have_no_verdict(shown, tmp_path, metric):
+    """A run that does not learn rewards grades only in evaluations."""
+    run = write_run(tmp_path / "run", steps=1, dynamic_sampling=DynamicSamplingConfig(metric=metric))
+    ungraded = {"correct": False, "score": 0.0, "reward": 0.0, "reason": NOT_GRADED.reason}
+    write_rollouts(run, 1, [rollout_line(1, 0, 0, rng=random.Random(0), **ungraded)])
+    opened(shown.driver, report(run).save(tmp_path / "page.html"))
+    shown.click("#tab-rollouts")
+    assert shown.texts("#rollouts .verdict") == ["not graded"]
+    assert shown.texts("#rollouts .why") == [""]
 
 
 def test_a_run_judged_by_scores_has_rewards_and_no_verdicts(shown, judged, tmp_path):

@@ -150,14 +150,19 @@ class GroupView {
   }
 }
 
+/** The reason of a response without a verdict, because the run does not learn rewards. */
+const NOT_GRADED = "not graded";
+
 /** Returns the grader's verdict on a response, or its score. */
 function verdictOf(byScore, response, correct) {
+  if (response.reason === NOT_GRADED) return el("span", { class: "verdict even" }, NOT_GRADED);
   if (!byScore) return el("span", { class: `verdict ${correct ? "good" : "bad"}` }, correct ? "✓ correct" : "✗ wrong");
   return el("span", { class: "verdict even" }, typeof response.score === "number" ? `score ${figure(response.score)}` : "no score");
 }
 
 /** Returns the extracted answer and the grader's reason. Graders that give scores may not extract an answer. */
 function whyOf(byScore, { extracted, reason }) {
+  if (reason === NOT_GRADED) return "";
   const none = extracted === null || extracted === undefined;
   const read = none ? !byScore && "no answer found" : `answer read: ${extracted}`;
   return [read, reason].filter(Boolean).join(" · ");
