@@ -3,6 +3,7 @@
 import re
 
 from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.rewards.numerals import differ_in_unit
 from dapo_jax.text.thoughts import without_thoughts
 
 TAIL_CHARACTERS = 2000
@@ -53,7 +54,7 @@ def math_grader(response: str, answer: str) -> Verdict:
         reason = f"{where}: {which} cannot be parsed, and the answer's text differs from {answer!r}"
         return Verdict(correct=False, extracted=extracted, reason=reason)
     try:
-        correct = same_meaning(gold, found)
+        correct = same_meaning(gold, found) and not differ_in_unit(stated, answer)
     except MemoryError:
         raise
     except Exception:

@@ -55,6 +55,23 @@ _WORDS = {
     **dict.fromkeys(("square", "cubic", "sq", "cu"), PER_AREA),
     **dict.fromkeys(("is", "are", "was", "were", "equal", "equals", "it's"), COPULA),
 }
+_SIZES = """
+    mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre kph kmh|inch inche|foot feet ft|yard yd|mile mi mph;
+    mg milligram|g gram|kg kilogram|ounce oz|pound lb|ton tonne;second sec s|minute min|hour hr h|day|week|month|year;
+    ml mL milliliter|l L liter litre|gallon gal|quart|pint|cup;cent|dollar|euro;deg degree|rad radian"""
+_KINDS = {
+    word: (kind, size)
+    for kind, sizes in enumerate(_SIZES.split(";"))
+    for size in sizes.split("|")
+    for word in size.split()
+}
+
+
+def differ_in_unit(one: str, other: str) -> bool:
+    """Returns whether two texts name different units of one kind, such as cm and m. A text may also name no unit."""
+    named = (map(_KINDS.get, re.findall(r"([A-Za-z]+?)s?\b", text)) for text in (one, other))
+    first, second = (dict(filter(None, found)) for found in named)
+    return any(first[kind] != second[kind] for kind in first.keys() & second.keys())
 
 
 def placeholder(word: str) -> str:

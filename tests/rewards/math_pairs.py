@@ -1,6 +1,8 @@
 r"""Pairs of a statement, or a whole response, and a reference, for the grader `math`. `tests/rewards/math_grader_test.py` uses them."""
 
 SAME = [  # statements that mean the same as the reference
+    ("15 cm^2", r"15\mbox{ cm}^2"), ("60 km per hour", r"60\text{ km/h}"), ("5 feet", r"5\text{ ft}"), ("5 minutes", r"5\text{ min}"),
+    ("5 apples", r"5\text{ cm}"), (r"5.4 \text{ cent}", r"5.4 \text{ cents}"), ("5 seconds", r"5\text{ s}"),
     ("2516_8", "2516_{8}"), ("$2516_{8}$", "2516_8"), ("2516\u2088", "2516_8"), (r"3+\frac{1}{e}", r"3+\frac{1}{\mathrm{e}}"),
     ("3+1/e", r"3+\frac{1}{\mathrm{e}}"), (r"0.\overline{3}", "1/3"), ("1/3", r"0.\overline{3}"), (r"0.1\overline{6}", "1/6"),
     (r"0.\dot{3}", "1/3"), ("2 2/3", "8/3"), ("8/3", "2 2/3"), ("-2 2/3", "-8/3"), (r"2\frac{2}{3}", "8/3"), (r"2\frac23", "8/3"),
@@ -92,6 +94,8 @@ SAME = [  # statements that mean the same as the reference
 ]  # fmt: skip
 
 DIFFERENT = [  # statements that do not; many hold the reference as a fragment, or are a fragment of it
+    (r"15\mbox{ m}^2", r"15\mbox{ cm}^2"), ("15 m^2", r"15\mbox{ cm}^2"), ("5 cents", "5 dollars"), ("60 mph", r"60\text{ km/h}"),
+    ("5 hours", r"5\text{ min}"), ("5 kg", r"5\text{ g}"), ("5cm", r"5\text{ m}"), (r"5\text{ m/s}", r"5\text{ km/h}"),
     ("2516", "2516_8"), ("2516_8", "2516"), ("2516_9", "2516_8"), ("2516_{7}", "2516_8"), ("3", r"3+\frac{1}{\mathrm{e}}"),
     (r"3+\frac{1}{\mathrm{e}}", "3"), (r"0.\overline{3}", "0"), ("0", r"0.\overline{3}"), (r"0.\overline{3}", "0.3"),
     ("0.3", r"0.\overline{3}"), (r"0.\overline{3}", "3"), (r"0.\overline{34}", r"0.\overline{3}"), ("2 2/3", "4/3"), ("4/3", "2 2/3"),

@@ -37,7 +37,7 @@ _EXPLAINED = (
     (";", ","),
     (r"\\cfrac", r"\\frac"),
     (r"\\frac\{(\d+)\}\d\{(\d)\}", r"\\frac{\1}{\2}"),
-    (r"\\(?:text|mbox)\s*\{[ ~,.:;()]*(?:cents|inch~?e?s|cm|degrees)[ ~,.:;()]*\}", "unit"),
+    (r"\\(?:text|mbox)\s*\{[ ~,.:;()]*(?:cents?|inch~?e?s|cm|degrees)[ ~,.:;()]*\}", "unit"),
     (r"guests\s+(?=unit)", ""),
     (r"\\|[\s~$]", ""),
     (r"\{[pb]?matrix\}|(?<=\d)[,;:]?!(?=\d\d\d)", ""),
