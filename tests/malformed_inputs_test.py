@@ -72,8 +72,8 @@ def too_few(samples):
 async def slow_text(sample):
     return "yes"
 
-def trl_none(prompts, completions, **columns):
-    return [None for _ in completions]
+def trl_text(prompts, completions, **columns):
+    return ["good" for _ in completions]
 
 def verl_without(data_source, solution_str, ground_truth, extra_info=None):
     return {"acc": 1}
@@ -94,7 +94,7 @@ LATE = {
     "an exception": ("mine.py:raises", "mine.py:raises raised AttributeError: 'Sample' object has no attribute 'answr' (mine.py, line 16)"),
     "too few verdicts": ("mine.py:too_few", "returned 1 verdicts for 2 responses"),
     "an async text": ("mine.py:slow_text", "reward function mine.py:slow_text returned 'yes' (str)"),
-    "TRL's None": ("trl:mine.py:trl_none", "trl:mine.py:trl_none returned None (NoneType)"),
+    "TRL's text": ("trl:mine.py:trl_text", "trl:mine.py:trl_text returned"),
     "verl without a score": ("verl:mine.py:verl_without", "a mapping with 'score'"),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import optax
@@ -52,7 +52,16 @@ engine_of = lru_cache(maxsize=_KEPT)(DecoderEngine)
 """Returns the sampler's engine (see `DecoderEngine`). Calls with the same arguments return the same engine."""
 
 
-def compile_sampling(engine: DecoderEngine, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
+@runtime_checkable
+class Lowering(Protocol):
+    """A sampling engine whose programs can be compiled before the first call."""
+
+    def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
+        """Returns a dict from the name of each sampling program to a function that lowers it. See `DecoderEngine.programs`."""
+        ...
+
+
+def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
     """Compiles all sampling programs of `engine` in parallel, then waits for all other processes. `weights` and `decodings` may be shapes.
 
     Without this wait, a process could time out in a collective while another process is still compiling.
@@ -64,7 +73,7 @@ def compile_sampling(engine: DecoderEngine, weights: SamplerWeights, decodings: 
 
 
 @lru_cache(maxsize=2 * _KEPT)
-def _compiled(engine: DecoderEngine, structure: Any, leaves: tuple[Any, ...]) -> None:
+def _compiled(engine: Lowering, structure: Any, leaves: tuple[Any, ...]) -> None:
     # Only one program depends on `decoding`. From the second `decoding` on, the other programs are in the cache.
     lowered = [lower() for lower in engine.programs(*jax.tree.unflatten(structure, leaves)).values()]
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:

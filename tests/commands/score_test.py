@@ -139,7 +139,7 @@ def test_the_command_prints_it(rollouts, capsys):
 
 
 def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"reward\.grader: .*'dappo'.*'dapo'\?"):
+    with pytest.raises(ConfigError, match=r"reward\.grader: .*'dappo'.*'dapo' or 'dapo_boxed'\?"):
         score(rollouts, ["dappo"])
     with pytest.raises(ConfigError, match=r"cannot read rollouts: .*No such file"):
         score(tmp_path / "none.jsonl", ["dapo"])

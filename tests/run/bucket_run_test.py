@@ -89,7 +89,14 @@ def test_commands_read_a_run_in_a_bucket(resumed, config, run_micro, finished, r
     assert (
         len(score(f"{RUN}/rollouts", ["exact"], workers=0).rows) == 36
     )  # three files of three groups of four
-    assert convert(RUN, "gs://runs/converted").files == ("config.json", "model.safetensors", "tokenizer.json")
+    files = (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    )
+    assert convert(RUN, "gs://runs/converted").files == files
     convert(str(finished.run_dir), str(tmp_path / "converted"))
     written = (path_of("gs://runs/converted") / "model.safetensors").read_bytes()
     assert written == (tmp_path / "converted" / "model.safetensors").read_bytes()
