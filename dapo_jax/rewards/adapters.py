@@ -49,14 +49,16 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
             scores = scores.tolist() if getattr(scores, "ndim", None) == 1 else scores
             if not isinstance(scores, list | tuple) or len(scores) != len(samples):
                 return scores  # the caller reports it
-            parts = {name: fmean(values) for name, values in metrics.items()}
+            try:
+                values = [as_float(score or 0.0) for score in scores]
+            except (TypeError, ValueError):
+                return scores  # the caller reports it
+            parts = {name: fmean(logged) for name, logged in metrics.items()}
             found = []
-            for place, score in enumerate(scores):
-                extra = ", ".join(f"{name}={values[place]!s:.500}" for name, values in extras.items())
+            for place, (score, value) in enumerate(zip(scores, values, strict=True)):
+                extra = ", ".join(f"{name}={logged[place]!s:.500}" for name, logged in extras.items())
                 reason = NOT_APPLICABLE if score is None else extra
-                found.append(
-                    Verdict(correct=as_float(score or 0.0) > 0, score=score, reason=reason, parts=parts)
-                )
+                found.append(Verdict(correct=value > 0, score=score, reason=reason, parts=parts))
             return found
 
         return named_arguments(function, columns), verdicts
