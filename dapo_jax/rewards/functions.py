@@ -231,7 +231,7 @@ def load_reward(
     if spec not in GRADERS:
         hint = did_you_mean(spec, [*GRADERS, *ROW_GRADERS])
         raise ValueError(
-            f"no grader is named {spec!r}; to use your own function, write module:function or path/to/file.py:function; {hint}"
+            f"no grader is named {spec!r}; {hint} (for your own function, write module:function or path/to/file.py:function)"
         )
     if spec == "math_verify":
         math_verify()  # raises ValueError if the package is missing
