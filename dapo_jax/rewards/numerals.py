@@ -69,7 +69,7 @@ _KINDS = {
 
 def differ_in_unit(one: str, other: str) -> bool:
     """Returns whether two texts name different units of one kind, such as cm and m. A text may also name no unit."""
-    named = (map(_KINDS.get, re.findall(r"([A-Za-z]+?)s?\b", text)) for text in (one, other))
+    named = (map(_KINDS.get, re.findall(r"([A-Za-z]+?)s?\b(?!\s*=)", text)) for text in (one, other))
     first, second = (dict(filter(None, found)) for found in named)
     return any(first[kind] != second[kind] for kind in first.keys() & second.keys())
 

@@ -87,7 +87,7 @@ IDEAS = {
     "gfpo": "More responses are sampled than trained on. Only the shortest of each group are kept, so responses become shorter.",
     "opd": "A teacher model scores the tokens that the policy sampled. There are no rewards, and each token has its own advantage.",
 }
-"""What is special about each algorithm."""
+"""The idea of each algorithm, in one or two sentences."""
 NEXT = r", \qquad "
 CLIP = r"\ell = -\min\big(r A, \mathrm{clip}(r, 1-\epsilon_\text{low}, 1+\epsilon_\text{high}) A\big)"
 WEIGHTS = {

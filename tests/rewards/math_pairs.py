@@ -2,7 +2,7 @@ r"""Pairs of a statement, or a whole response, and a reference, for the grader `
 
 SAME = [  # statements that mean the same as the reference
     ("15 cm^2", r"15\mbox{ cm}^2"), ("60 km per hour", r"60\text{ km/h}"), ("5 feet", r"5\text{ ft}"), ("5 minutes", r"5\text{ min}"),
-    ("5 apples", r"5\text{ cm}"), (r"5.4 \text{ cent}", r"5.4 \text{ cents}"), ("5 seconds", r"5\text{ s}"),
+    ("5 apples", r"5\text{ cm}"), (r"5.4 \text{ cent}", r"5.4 \text{ cents}"), ("5 seconds", r"5\text{ s}"), ("m = 5", r"5\text{ cm}"),
     ("2516_8", "2516_{8}"), ("$2516_{8}$", "2516_8"), ("2516\u2088", "2516_8"), (r"3+\frac{1}{e}", r"3+\frac{1}{\mathrm{e}}"),
     ("3+1/e", r"3+\frac{1}{\mathrm{e}}"), (r"0.\overline{3}", "1/3"), ("1/3", r"0.\overline{3}"), (r"0.1\overline{6}", "1/6"),
     (r"0.\dot{3}", "1/3"), ("2 2/3", "8/3"), ("8/3", "2 2/3"), ("-2 2/3", "-8/3"), (r"2\frac{2}{3}", "8/3"), (r"2\frac23", "8/3"),
