@@ -9,7 +9,7 @@ from dapo_jax.text.thoughts import without_thoughts
 TAIL_CHARACTERS = 2000
 """Number of characters at the end of a response that are searched for the answer. The rest is skipped for speed."""
 
-_ANSWER = re.compile(r"(?i)(?:answer\s*[:\uff1a]|<answer>)[\s*]*")
+_ANSWER = re.compile(r"(?i)answer(?:\s*[:\uff1a]|(?<=<answer)>)[\s*]*")
 _THE_ANSWER_IS = re.compile(r"(?i)\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b[:\uff1a]?|[:\uff1a=])")
 _BOLD = re.compile(r"(?<![\w)}])\*\*([^*]+)\*\*|^_([^_]+)_$")
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
