@@ -25,7 +25,7 @@ from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.rollout.scheduler import ClockSizes
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine

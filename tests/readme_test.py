@@ -19,7 +19,7 @@ from dapo_jax.config.other_libraries import unknown_key
 from dapo_jax.config.section import entry, leaf_types
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.data.sources import load_rows
-from dapo_jax.run.judge import JudgeConfig
+from dapo_jax.rewards.judge import JudgeConfig
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import write_rollouts
 from tests.docs.blocks import PAGES as ALL_PAGES

@@ -25,7 +25,7 @@ from dapo_jax.dapo.rollouts import (
     Verdict,
 )
 from dapo_jax.rollout.collector import InFlight
-from dapo_jax.rollout.scheduler import VirtualClock
+from dapo_jax.rollout.virtual_clock import VirtualClock
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.round_sampler import Drawn
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError, Tally, is_informative, nothing_to_learn
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
-from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
+from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits, Request
 from dapo_jax.sampling.round_sampler import Drawn
 

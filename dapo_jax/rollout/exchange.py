@@ -24,7 +24,7 @@ from dapo_jax.parallel.together import BUFFER_BYTES, all_gather_bytes
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rollout.checkpoint_arrays import Arrays, drawn_arrays, drawn_of, group_arrays, groups_of
 from dapo_jax.rollout.response_sampler import Grade, Sampled
-from dapo_jax.rollout.scheduler import ResponseId
+from dapo_jax.rollout.virtual_clock import ResponseId
 from dapo_jax.sampling.round_sampler import Drawn
 
 _HEAD_BYTES = 1024

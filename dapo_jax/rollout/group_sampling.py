@@ -27,7 +27,7 @@ from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.exchange import Answered, Exchange
 from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
-from dapo_jax.rollout.scheduler import ClockSizes, ResponseId
+from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId
 from dapo_jax.sampling.continuous_batching import Answer
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.round_sampler import Drawn, RoundSampler

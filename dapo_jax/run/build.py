@@ -18,10 +18,10 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel import gpu_settings
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
+from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading, part_weights
-from dapo_jax.run.judge import Judge
 from dapo_jax.run.policy import check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.programs import (
     has_reference,

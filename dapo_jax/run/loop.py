@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import jax
 
+from dapo_jax.dapo.corrections import with_effective_share
 from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError
-from dapo_jax.dapo.importance import with_effective_share
 from dapo_jax.dapo.metrics import Metric, to_scalars
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.rollout.collector import Collector, Position

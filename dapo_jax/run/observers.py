@@ -1,6 +1,8 @@
-"""Observers of a run: per-token ratios pi / pi_old of logged rollouts, the progress display, and profiler traces."""
+"""Observers of a run: per-token ratios pi / pi_old of logged rollouts, the counts of judges, the progress display, and profiler traces."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,8 @@ from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Group, Rollout
+from dapo_jax.parallel.together import all_gather_bytes
+from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.run.training_pass import StepBatches
@@ -93,6 +97,23 @@ def responses_in(
 
 _QUOTED = 200
 """Maximum number of characters that a message quotes from a prompt or a response."""
+
+
+class JudgeCounts(Observer):
+    """Adds the counts of all judges since the last step, in all processes, to the metrics of a step."""
+
+    def __init__(self, judges: Sequence[Judge]) -> None:
+        self._judges, self._before = judges, Counter[str]()
+
+    def after_step(self, result: StepResult) -> None:
+        """Adds `reward/judge/*`."""
+        if not self._judges:
+            return
+        now = {name: sum(each.counts[name] for each in self._judges) for name in self._judges[0].counts}
+        own = json.dumps({name: count - self._before[name] for name, count in now.items()}).encode()
+        found = [json.loads(each) for each in all_gather_bytes(own, buffer_bytes=1024)]
+        result.metrics.update({f"reward/judge/{name}": sum(each[name] for each in found) for name in now})
+        self._before = Counter(now)
 
 
 class StepProgress(Observer):

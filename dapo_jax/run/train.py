@@ -20,9 +20,8 @@ from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import check_room
 from dapo_jax.run.end_of_step import EndOfStep, OnStep
 from dapo_jax.run.guard import Guard
-from dapo_jax.run.judge import JudgeCounts
 from dapo_jax.run.loop import run_steps
-from dapo_jax.run.observers import Ratios, StepProgress, TracedSteps
+from dapo_jax.run.observers import JudgeCounts, Ratios, StepProgress, TracedSteps
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.programs import objective_of
 from dapo_jax.run.prompt_sets import GivenRows

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dapo_jax.dapo.importance import drop_off_policy, importance_weights
+from dapo_jax.dapo.corrections import drop_off_policy, importance_weights
 from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty, with_teacher
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
@@ -119,11 +119,11 @@ class UpdateOptions:
     old_logprobs: str = "trainer"
     """Source of the old policy's log-probabilities. `trainer` recomputes them with the trained decoder. `sampler` uses the values recorded in sampling."""
     correction: str = "none"
-    """Rule for importance weights, one of `dapo_jax.dapo.importance.CORRECTIONS`."""
+    """Rule for importance weights, one of `dapo_jax.dapo.corrections.CORRECTIONS`."""
     importance_range: tuple[float, float] = (0.0, math.inf)
     """Bounds of the importance weights (see `importance_weights`)."""
     drop_off_policy: float | None = None
-    """Drop responses with negative advantages that are further than this from the policy, in nats per token (see `dapo_jax.dapo.importance`)."""
+    """Drop responses with negative advantages that are further than this from the policy, in nats per token (see `dapo_jax.dapo.corrections`)."""
     select: str = "all"
     """Tokens of an update that enter the loss: `all`, or a selection in `dapo_jax.dapo.selections.SELECTIONS`."""
     select_options: tuple[tuple[str, Any], ...] = ()

@@ -30,7 +30,7 @@ from dapo_jax.rollout.checkpoint_arrays import (
 )
 from dapo_jax.rollout.collector import InFlight
 from dapo_jax.rollout.exchange import _answered, _as_json
-from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
+from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.round_sampler import Drawn
 

@@ -9,7 +9,7 @@ from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.dapo.rollouts import NO_ROUTE, Continuation, Group, Prompt, Rollout, Span, Standing, Verdict
 from dapo_jax.rollout.checkpoint_arrays import drawn_arrays, drawn_of
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
+from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits
 from dapo_jax.sampling.round_sampler import Drawn
 from tests.dapo.dynamic_sampling_test import make_group

@@ -9,7 +9,7 @@ import pytest
 
 from dapo_jax.health.stopping import Stop, StoppedError
 from dapo_jax.rollout.group_sampling import Places
-from dapo_jax.rollout.scheduler import ResponseId
+from dapo_jax.rollout.virtual_clock import ResponseId
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests.rollout.processes_test import assert_the_same
 
@@ -151,7 +151,7 @@ def test_without_dynamic_sampling_every_group_is_trained_on_whatever_max_waves_i
     assert second["rollout/trained_groups"] == 2
 
 
-# Slow: two runs of eight steps. tests/rollout/scheduler_test.py holds back a step by hand and bounds the ages of random clocks.
+# Slow: two runs of eight steps. tests/rollout/virtual_clock_test.py holds back a step by hand and bounds the ages of random clocks.
 @pytest.mark.slow
 def test_a_bound_on_ages_holds_steps_back(flying, run_micro):
     """Eight groups in flight for steps of two: without a bound some wait for long."""

@@ -9,7 +9,7 @@ from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.dapo.metrics import Mean
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.group_sampling import GroupSampling
-from dapo_jax.rollout.scheduler import ClockSizes
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.run.loop import Observer, run_steps
 from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.training.state import TrainState

@@ -77,7 +77,7 @@ from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.run.guard import Guard, GuardError
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.rollout.scheduler import ClockSizes
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.training.state import TrainState

@@ -9,7 +9,7 @@ from dapo_jax.config import BatchConfig, DynamicSamplingConfig, TeacherConfig, T
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.grading import NOT_GRADED
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.rollout.scheduler import ClockSizes
+from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.run.observers import StepProgress
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import TrainState

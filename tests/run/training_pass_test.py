@@ -11,7 +11,7 @@ import pytest
 
 from dapo_jax.config import AdvantageConfig, BatchConfig, ConfigError, LossConfig, ModelConfig, TrainConfig
 from dapo_jax.dapo.advantages import step_advantages
-from dapo_jax.dapo.importance import importance_weights
+from dapo_jax.dapo.corrections import importance_weights
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.models.layout import Layout

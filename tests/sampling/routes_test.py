@@ -23,7 +23,7 @@ from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rollout.checkpoint_arrays import drawn_arrays, drawn_of
 from dapo_jax.rollout.collector import Collector
-from dapo_jax.rollout.scheduler import ClockSizes, VirtualClock
+from dapo_jax.rollout.virtual_clock import ClockSizes, VirtualClock
 from dapo_jax.sampling.continuous_batching import limits_of
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine

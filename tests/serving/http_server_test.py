@@ -25,7 +25,7 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rewards import Sample
-from dapo_jax.run.judge import Judge
+from dapo_jax.rewards.judge import Judge
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine

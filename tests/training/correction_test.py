@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from dapo_jax.dapo.batching import Example
-from dapo_jax.dapo.importance import with_effective_share
+from dapo_jax.dapo.corrections import with_effective_share
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.mesh import make_mesh
@@ -253,7 +253,7 @@ def test_the_cases_are_not_trivial():
     "kl", [pytest.param(0.0, id="no KL"), pytest.param(KL, id="KL", marks=pytest.mark.slow)]
 )
 # Slow: compiles two updates each. "keep_responses" drops tokens as "mask" does, and tests/training/episodes_test.py has the
-# sampler's log-probabilities as the old ones, as "bypass" does; tests/dapo/importance_test.py compares all weights with the oracle.
+# sampler's log-probabilities as the old ones, as "bypass" does; tests/dapo/corrections_test.py compares all weights with the oracle.
 @pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=pytest.mark.slow if name in ("mask", "bypass") else []) for name in CASES],

@@ -12,7 +12,7 @@ import pytest
 
 from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.batching import example_weights, training_examples, turn_advantages
-from dapo_jax.dapo.importance import importance_weights
+from dapo_jax.dapo.corrections import importance_weights
 from dapo_jax.dapo.rollouts import ContextSpan, Group, Prompt, Response, Rollout, TurnSpan, Verdict
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.training_layout import layout_of

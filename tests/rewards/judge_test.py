@@ -14,16 +14,12 @@ import pytest
 import yaml
 
 from dapo_jax.config import ConfigError, RewardConfig
-from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import Sample
+from dapo_jax.rewards import judge as judge_room
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.rollout.collector import Position
-from dapo_jax.run import judge as judge_room
+from dapo_jax.rewards.judge import Judge, JudgeConfig
 from dapo_jax.run.grader_setup import submit_of
-from dapo_jax.run.judge import Judge, JudgeConfig, JudgeCounts
-from dapo_jax.run.loop import StepResult
-from dapo_jax.training.state import TrainState
 
 PAGE = (Path(__file__).parents[2] / "docs" / "write_a_reward.md").read_text()
 SAMPLE = Sample(
@@ -436,45 +432,3 @@ def test_a_wrong_setting_is_one_error_before_anything_starts(changes, message, s
         graded(path, "a")
     with pytest.raises(ConfigError, match=r"no such file"):
         graded("missing.yaml", "a")
-
-
-def test_the_counts_of_all_judges_since_the_last_step_become_metrics(settings):
-    with serving(chat("1", tokens=5)) as server:
-        judges = [Judge(settings(server.url)) for _ in range(2)]
-    observer, found = JudgeCounts(judges), []
-    for _ in range(2):
-        judges[0].counts.update(calls=2, tokens=14)
-        judges[1].counts.update(calls=1, cache_hits=3)
-        step = StepResult(
-            position=Position(), state=TrainState(None, None), metrics={"a": 1},
-            collected=Collected(groups=[], carry=[], sampled=[], cursor=0, waves=0, surplus=0),
-        )  # fmt: skip
-        observer.after_step(step)
-        found.append(step.metrics)
-    metrics = {"reward/judge/calls": 3, "reward/judge/cache_hits": 3, "reward/judge/tokens": 14}
-    assert found == [{"a": 1, **metrics}] * 2
-    assert set(metrics) == {f"reward/judge/{name}" for name in judges[0].counts}
-    JudgeCounts([]).after_step(step)
-    assert step.metrics == {"a": 1, **metrics}
-
-
-@pytest.mark.slow  # it compiles a run; the test above and the tests of verdicts are faster guards
-def test_a_run_logs_the_calls_hits_and_tokens_of_its_judge(micro, run_micro, settings, tmp_path):
-    """As the second of two graders. Each response of a step is either asked about or in the cache."""
-    with serving(chat("1", tokens=5), chat("0", tokens=5)) as server:
-        path = settings(server.url, cache=str(tmp_path / "replies"))
-        graders = [{"grader": "exact"}, {"grader": f"judge:{path}", "weight": 0.5}]
-        off = {"dynamic_sampling__enabled": False, "reward__timeout_s": 100.0, "reward__graders": graders}
-        lines = run_micro(micro(steps=2, **off), reward=None).metrics
-    for line in lines:
-        calls, hits, tokens = (line[f"reward/judge/{name}"] for name in ("calls", "cache_hits", "tokens"))
-        assert (calls + hits, tokens) == (2 * 4, 5 * calls)
-        assert 0.0 <= line["reward/parts/helpful"] <= 1.0
-    assert sum(line["reward/judge/calls"] for line in lines) == len(server.seen) > 0
-
-
-def test_the_page_has_a_row_for_each_setting():
-    table = PAGE.split("\n## A model as the judge\n")[1].split("\n## ")[0]
-    assert re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE))) == list(
-        JudgeConfig.__dataclass_fields__
-    )

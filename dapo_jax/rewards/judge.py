@@ -8,7 +8,6 @@ import re
 import sqlite3
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
@@ -20,9 +19,7 @@ from dapo_jax.config.keys import POSITIVE, ConfigError, Range, key, prefixed, re
 from dapo_jax.config.reading import read_file
 from dapo_jax.config.section import entry
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.parallel.together import all_gather_bytes
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.text.messages import content_text
 from dapo_jax.text.thoughts import without_thoughts
 
@@ -179,23 +176,6 @@ class Judge:
                 raise ConfigError(failed) from error
             warnings.warn(f"{failed}. The judge continues without it", stacklevel=2)
             return []
-
-
-class JudgeCounts(Observer):
-    """Adds the counts of all judges since the last step, in all processes, to the metrics of a step."""
-
-    def __init__(self, judges: Sequence[Judge]) -> None:
-        self._judges, self._before = judges, Counter[str]()
-
-    def after_step(self, result: StepResult) -> None:
-        """Adds `reward/judge/*`."""
-        if not self._judges:
-            return
-        now = {name: sum(each.counts[name] for each in self._judges) for name in self._judges[0].counts}
-        own = json.dumps({name: count - self._before[name] for name, count in now.items()}).encode()
-        found = [json.loads(each) for each in all_gather_bytes(own, buffer_bytes=1024)]
-        result.metrics.update({f"reward/judge/{name}": sum(each[name] for each in found) for name in now})
-        self._before = Counter(now)
 
 
 def _reply_of(answer: Any) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
+from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
 
 ROUND = 8
 """Tokens that a response samples in a round."""

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.config.schema import TrainConfig
 from dapo_jax.config.section import rules_by_key
-from dapo_jax.dapo.importance import (
+from dapo_jax.dapo.corrections import (
     CORRECTIONS,
     drop_off_policy,
     importance_weights,
