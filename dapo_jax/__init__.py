@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dapo_jax.dapo.advantages import group_advantages
+    from dapo_jax.dapo.aggregation import token_weights
     from dapo_jax.dapo.logprobs import chunked_logprobs, token_logprobs
-    from dapo_jax.dapo.losses import dapo_loss, kl_penalty, token_weights
+    from dapo_jax.dapo.losses import dapo_loss, kl_penalty
     from dapo_jax.dapo.metrics import Max, Mean, add_metrics, to_scalars
     from dapo_jax.dapo.overlong import overlong_penalty
     from dapo_jax.run import train
@@ -31,7 +32,8 @@ __all__ = [
 _HOMES = {
     "dapo.advantages": ("group_advantages",),
     "dapo.logprobs": ("chunked_logprobs", "token_logprobs"),
-    "dapo.losses": ("dapo_loss", "kl_penalty", "token_weights"),
+    "dapo.aggregation": ("token_weights",),
+    "dapo.losses": ("dapo_loss", "kl_penalty"),
     "dapo.metrics": ("Max", "Mean", "add_metrics", "to_scalars"),
     "dapo.overlong": ("overlong_penalty",),
     "run": ("train",),

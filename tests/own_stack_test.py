@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from dapo_jax import chunked_logprobs, dapo_loss, token_logprobs, token_weights
-from dapo_jax.dapo.losses import AGGREGATIONS
+from dapo_jax.dapo.aggregation import AGGREGATIONS
 
 PAGE = Path(__file__).parent.parent / "docs" / "your_own_training_loop.md"
 BATCH, SEQ, VOCAB, EMBED = 8, 6, 7, 3

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 
-from dapo_jax.dapo.losses import token_weights
+from dapo_jax.dapo.aggregation import token_weights
 from dapo_jax.dapo.rollouts import Group, Response
 
 
@@ -151,7 +151,7 @@ def example_weights(
 ) -> Float[np.ndarray, " examples"]:
     """Returns the per-token loss weight of each example, or 0 if the example is excluded from the loss. `examples` is the whole minibatch.
 
-    One weight per example is enough: in every aggregation of `losses.token_weights`, all tokens of a rollout have the same weight, even if the rollout is split.
+    One weight per example is enough: in every aggregation of `aggregation.token_weights`, all tokens of a rollout have the same weight, even if the rollout is split.
     """
     numbers: dict[tuple[str, int], int] = {}
     of_rollout = [

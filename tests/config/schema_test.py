@@ -23,7 +23,7 @@ from dapo_jax.config import (
     to_yaml,
 )
 from dapo_jax.config.section import leaf_types, rules_by_key
-from dapo_jax.dapo.losses import AGGREGATIONS
+from dapo_jax.dapo.aggregation import AGGREGATIONS
 
 RULES = rules_by_key(TrainConfig) | rules_by_key(SftConfig) | rules_by_key(EvaluateConfig)
 CHOICES = {key: rules.choices for key, rules in RULES.items() if rules.choices}

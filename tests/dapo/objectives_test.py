@@ -19,8 +19,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.config.algorithms import OBJECTIVES as CONFIGURED
+from dapo_jax.dapo.aggregation import token_weights
 from dapo_jax.dapo.corrections import drop_off_policy, importance_weights
-from dapo_jax.dapo.losses import dapo_loss, kl_penalty, token_weights
+from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import Mean, to_scalars
 from dapo_jax.dapo.objectives import (
     ARRAYS,

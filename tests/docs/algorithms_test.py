@@ -9,7 +9,7 @@ from docutils.utils.math import latex2mathml
 
 from dapo_jax.config.algorithms import ALGORITHMS, GROUND, NOT_OFFERED, OTHER_NAMES
 from dapo_jax.dapo.advantages import BASELINES, SCALES
-from dapo_jax.dapo.losses import AGGREGATIONS
+from dapo_jax.dapo.aggregation import AGGREGATIONS
 from tests.docs.blocks import ROOT
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
