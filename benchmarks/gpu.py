@@ -23,7 +23,7 @@ from dapo_jax.parallel import gpu_settings
 
 if TYPE_CHECKING:
     from dapo_jax.models.presets import DecoderConfig
-    from dapo_jax.plan.topologies import Chip
+    from dapo_jax.plan.chips import Chip
 
 SYSTEMS = {"rollout": ("ours", "vllm"), "update": ("ours", "trl")}
 LIMITS = {"rollout": "memory bandwidth", "update": "FLOP/s"}
@@ -110,7 +110,7 @@ def least_seconds(what: str, workload: Workload, decoder: "DecoderConfig", chip:
 
 
 def _chip(card: str | None) -> "Chip":
-    from dapo_jax.plan.topologies import CHIPS
+    from dapo_jax.plan.chips import CHIPS
 
     if card not in CHIPS:
         raise SystemExit(f"the card is {card}, and --card needs one of {', '.join(CHIPS)}")

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import gpu
 from benchmarks.workload import Workload
 from dapo_jax.models.presets import PRESETS
-from dapo_jax.plan.topologies import CHIPS
+from dapo_jax.plan.chips import CHIPS
 from tests.several import ROOT
 
 

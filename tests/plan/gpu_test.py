@@ -14,11 +14,12 @@ from dapo_jax.cli import main
 from dapo_jax.config import load_config
 from dapo_jax.doctor import machine
 from dapo_jax.parallel.gpu_settings import FLAGS
+from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.output import as_data, show
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.sizes import decoder_of
-from dapo_jax.plan.topologies import CHIPS, devices_of, here, parse
+from dapo_jax.plan.topologies import devices_of, here, parse
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.run.policy import lora_of
 from tests.plan.repeatability import not_repeatable

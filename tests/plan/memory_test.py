@@ -8,10 +8,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.parallel.device_memory import bytes_on_device
+from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.compiled import ProgramMemory
 from dapo_jax.plan.memory import Phase, Resident, as_compiled, phases
 from dapo_jax.plan.plan import Plan
-from dapo_jax.plan.topologies import CHIPS, Topology
+from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.sampling.pages import PageSizes
 from tests.plan.roofline_test import CONFIG, SIZES, SMALL

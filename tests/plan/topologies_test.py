@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from dapo_jax.config import ConfigError
-from dapo_jax.plan.topologies import CHIPS, devices_of, parse
+from dapo_jax.plan.chips import CHIPS
+from dapo_jax.plan.topologies import devices_of, parse
 
 
 @pytest.mark.parametrize(
