@@ -85,10 +85,19 @@ def extend(
     cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Queries, LayerCache]:
-    """Implements `paged_cache.extend`. Tokens before a window are not read. Products are computed in `dtype` and summed in float32."""
+    """Implements `paged_cache.extend`. Tokens before a window are not read. Products are computed in `dtype` and summed in float32.
+
+    Raises:
+        ValueError: Triton's code cannot address the keys of an 8-bit cache, because Pallas computes positions in 32 bits with a sign up to a size of 2^32 bytes.
+    """
     from jax.experimental.pallas import triton
 
     (_, kv_heads, page_tokens, head_dim), slots, kept = cache.keys.shape, len(now.live), cache.keys.dtype
+    if kept.itemsize == 1 and 2**31 < cache.keys.size <= 2**32:
+        raise ValueError(
+            f"the keys of a layer have {cache.keys.size:,} bytes on a device, and the kernel for GPUs can address {2**31:,} in {kept.name}: "
+            f"set sampling.cache_tokens to at most {2**31 // (kv_heads * head_dim)} per device of the axes data and fsdp"
+        )
     (key, key_scale), (value, value_scale) = stored(key, kept.name), stored(value, kept.name)
     new = jax.tree.map(lambda part: jnp.moveaxis(part, -1, 0), LayerCache(key, value, key_scale, value_scale))
     scaled = (query * head_dim**-0.5).reshape(kv_heads, -1, head_dim, slots).transpose(3, 0, 1, 2)
@@ -126,7 +135,7 @@ def _parts(tokens: int, programs: int) -> int:
 
 
 def _kernel(
-    tables: Any, lengths: Any, query: Any, new: LayerCache, cache: LayerCache, attended: Any, sizes: Any, grown: LayerCache, *,
+    tables: Any, lengths: Any, query: Any, new: Any, cache: Any, attended: Any, sizes: Any, grown: Any, *,
     block: int, width: int, window: int, cap: float | None,
 ) -> None:  # fmt: skip
     """Computes one part of one slot's attention, for all query heads of one key head.

@@ -17,13 +17,13 @@ from tests.sampling.paged_cache_test import Filled, attend, new_token
 if gpu_cache.without_kernel():
     pytest.skip(gpu_cache.without_kernel(), allow_module_level=True)
 
-SLOTS, PAGES, PAGE = 256, 512, 64
+SLOTS, PAGE = 256, 64
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
 # (heads, key heads, head_dim) of one device. Qwen: 32B over 8 devices and 4, 7B over 4, 0.6B, 0.5B. SmolLM2, Llama 3.2 1B, Gemma 3 1B, Phi 3 mini, tiny.
 SHAPES = [(5, 1, 128), (10, 2, 128), (7, 1, 128), (16, 8, 128), (14, 2, 64), (9, 3, 64), (32, 8, 64), (4, 1, 256), (32, 32, 96), (6, 2, 8)]  # fmt: skip
 
 
-def step_of(shape, dtype, *, table=6, compute_dtype="bfloat16", **how):
+def step_of(shape, dtype, *, table=6, pages=512, compute_dtype="bfloat16", **how):
     """A decoding step of one layer, and the shapes of its arguments. The cache comes first."""
     heads, kv_heads, head_dim = shape
 
@@ -33,7 +33,7 @@ def step_of(shape, dtype, *, table=6, compute_dtype="bfloat16", **how):
 
     struct = jax.ShapeDtypeStruct
     return step, (
-        jax.eval_shape(lambda: gpu_cache.empty(PAGES, kv_heads, PAGE, head_dim, dtype)),
+        jax.eval_shape(lambda: gpu_cache.empty(pages, kv_heads, PAGE, head_dim, dtype)),
         struct((SLOTS, table), jnp.int32),
         struct((SLOTS,), jnp.int32),
         struct((SLOTS,), jnp.bool_),
@@ -77,6 +77,17 @@ def test_any_group_and_any_head_size_attend_as_in_float64(platform, shape):
                 scaled[head, :, slot], there.of_slot(keys, slot)[seen], there.of_slot(values, slot)[seen]
             )
             np.testing.assert_allclose(found[head, :, slot], exact, rtol=0, atol=1e-5)
+
+
+def test_keys_that_the_kernel_cannot_address_are_refused():
+    """2^22 + 64 tokens of 8 heads of 64 bytes are more than 2^31 bytes."""
+    step, arguments = step_of((8, 8, 64), "int8", pages=2**16 + 1)
+    with pytest.raises(
+        ValueError, match=r"2,147,516,416 bytes .* sampling\.cache_tokens to at most 4194304 per device"
+    ):
+        jax.eval_shape(step, *arguments)
+    step, arguments = step_of((8, 8, 64), "bfloat16", pages=2**16 + 1)
+    jax.eval_shape(step, *arguments)
 
 
 # (heads, key heads, head_dim), table pages, and how many programs fit on one multiprocessor of an H100.
