@@ -32,16 +32,16 @@ def kind_for(
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
-    if platform == "gpu" and not gpu_cache.without_kernel():
+    if platform == "gpu" and not without_kernel(mesh, dtype):
         return "gpu"
     asked = page_tokens or cache_tokens or turns or dtype in cache.EIGHT_BITS
     return "slots" if platform == "cpu" and not asked else "pages"
 
 
-def without_kernel(mesh: Mesh) -> str:
+def without_kernel(mesh: Mesh, dtype: str) -> str:
     """Returns a warning if decoding runs on a GPU and attention uses XLA operations instead of a kernel, else an empty string."""
     device = mesh.devices.flat[0]
-    if device.platform != "gpu" or not (reason := gpu_cache.without_kernel()):
+    if device.platform != "gpu" or not (reason := gpu_cache.without_kernel(device, dtype)):
         return ""
     return f"decoding on {device.device_kind} uses XLA operations for attention, which are slower than a kernel: {reason}"
 

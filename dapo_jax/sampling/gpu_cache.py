@@ -36,8 +36,8 @@ SMALLEST_PAGE = 16
 """Minimum number of tokens per page. Triton's products need at least this many rows."""
 
 _BLOCK_BYTES = 1 << 15
-"""Maximum size of a block's keys and values. A program has two blocks in shared memory and at least one copy in flight, and three or more programs fit on a
-multiprocessor. So 96 KB or more are in flight there. An H200 needs 22 KB (4.8 TB/s x 600 ns latency / 132 multiprocessors)."""
+"""Maximum size of a block's keys and values. A program has two blocks in shared memory, and copies at least one of them. In bfloat16, three or more programs fit on
+a multiprocessor of an H200, so 96 KB or more are in flight there. It needs 22 KB (4.8 TB/s x 600 ns latency / 132 multiprocessors)."""
 
 _PROGRAMS = 512
 """If one program per slot and key head makes fewer programs, sequences are split into parts. A device with 132 multiprocessors runs about this many at a time."""
@@ -45,13 +45,18 @@ _PROGRAMS = 512
 _SMALLEST_PART, _LARGEST_PART = 256, 2048
 """Minimum number of tokens per part of a sequence, and maximum number in the longest possible sequence. With parts, a few long sequences use the whole device."""
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E = 1.4426950408889634  # Triton computes 2^x in one instruction.
 
 
-def without_kernel() -> str:
-    """Returns the reason why the kernel cannot be used, or an empty string if it can. JAX has announced that it will remove Pallas' Triton backend."""
+def without_kernel(device: Any, dtype: str) -> str:
+    """Returns the reason why the kernel cannot be used on this device with a cache of this dtype, or an empty string if it can. JAX has announced that it will
+    remove Pallas' Triton backend."""
     if find_spec("jax.experimental.pallas.triton") is None:
         return f"jax {jax.__version__} no longer includes Pallas' Triton backend; an older jax has it"
+    # The compute capability of an AMD GPU is a name, not a number.
+    capability = getattr(device, "compute_capability", "")
+    if dtype.startswith("float8") and capability[:1].isdigit() and float(capability) < 8.9:
+        return f"Triton supports {dtype} on GPUs of compute capability 8.9 or newer, and this GPU has {capability}; sampling.cache_dtype=int8 has a kernel"
     return ""
 
 
@@ -124,7 +129,9 @@ def extend(
         name="extend",
     )(*arguments)
     if parts > 1:
-        attended = (attended * jax.nn.softmax(sizes, axis=0)[..., None]).sum(0, keepdims=True).astype(dtype)
+        # Parts without tokens have no result.
+        shares = jnp.where(sizes > MASKED, jax.nn.softmax(sizes, axis=0), 0.0)[..., None]
+        attended = jnp.where(shares > 0, attended * shares, 0.0).sum(0, keepdims=True).astype(dtype)
     return attended[0].transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), grown
 
 
@@ -148,67 +155,73 @@ def _kernel(
     head, slot, part = (pl.program_id(axis) for axis in range(3))
     (parts, *_, group, head_dim), page_tokens, length = attended.shape, cache.keys.shape[2], lengths[slot]
     row, column = jnp.arange(max(16, pl.next_power_of_2(group))), jnp.arange(width)
-    inside = column < head_dim
-    grid, used = (row[:, None], column[None]), (row < group)[:, None] & inside[None]
-    queries = load(query.at[slot, head, *grid], mask=used, other=0)
+    grid, inside = (row[:, None], column[None]), column < head_dim
+    used = (row < group)[:, None] & inside[None]
     zero = jnp.zeros((), cache.keys.dtype)
-    own = [load(x.at[slot, head, column], mask=inside, other=zero) for x in (new.keys, new.values)]
-    exact = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    exact = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
     product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=exact)
 
     first_token = jnp.maximum(length + 1 - window, 0) if window else 0
     begin, end = lax.div(first_token, block), lax.div(length + block - 1, block)
     if parts > 1:
-        used_parts = jnp.clip(lax.div((end - begin) * block, _SMALLEST_PART), 1, parts)
-        each = pl.cdiv(end - begin, used_parts)
+        each = pl.cdiv(end - begin, jnp.clip(lax.div((end - begin) * block, _SMALLEST_PART), 1, parts))
         begin = begin + part * each
         end = jnp.minimum(begin + each, end)
 
     def page_of(step: Scalar) -> Scalar:
         return tables[slot, jnp.minimum(lax.div(step * block, page_tokens), tables.shape[1] - 1)]
 
-    def add_block(
-        step: Scalar, carry: tuple[Array, Array, Array, Scalar]
-    ) -> tuple[Array, Array, Array, Scalar]:
-        top, total, out, page = carry
-        token, place = (
-            jnp.arange(block) + step * block,
-            jnp.arange(block) + lax.rem(step * block, page_tokens),
-        )
-        seen = (token < length) & (token >= first_token) if window else token < length
-        there, whole = (page, head, place[:, None], column[None]), seen[:, None] & inside[None]
-        keys, values = (load(x.at[there], mask=whole, other=zero) for x in (cache.keys, cache.values))
-        scores = product("gd,td->gt", queries, keys.astype(queries.dtype))
-        if cache.key_scales is not None:
-            scores = scores * load(cache.key_scales.at[page, head, place], mask=seen, other=0.0)[None]
-        scores = jnp.where(seen[None], capped(scores, cap), MASKED)
-        peak = jnp.maximum(top, scores.max(1))
-        weights, shrink = jnp.exp2(_LOG2_E * (scores - peak[:, None])), jnp.exp2(_LOG2_E * (top - peak))
-        total = total * shrink + weights.sum(1)
-        if cache.value_scales is not None:
-            weights = weights * load(cache.value_scales.at[page, head, place], mask=seen, other=0.0)[None]
-        added = product("gt,td->gd", weights.astype(queries.dtype), values.astype(queries.dtype))
-        return peak, total, out * shrink[:, None] + added, page_of(step + 1)
+    def attend() -> None:
+        queries = load(query.at[slot, head, *grid], mask=used, other=0)
+        own = [load(x.at[slot, head, column], mask=inside, other=zero) for x in (new.keys, new.values)]
 
-    nothing = jnp.full(row.shape, MASKED), jnp.zeros(row.shape), jnp.zeros(used.shape)
-    top, total, out, _ = lax.fori_loop(begin, end, add_block, (*nothing, page_of(begin)))
-    owns = (part == 0) & (length >= 0)
-    own_key, own_value = (x.astype(jnp.float32) for x in own)
-    if new.key_scales is not None:
-        own_key, own_value = own_key * new.key_scales[slot, head], own_value * new.value_scales[slot, head]
-    score = capped((queries.astype(jnp.float32) * own_key[None]).sum(1), cap)
-    peak = jnp.where(owns, jnp.maximum(top, score), top)
-    weight, shrink = (
-        jnp.where(owns, jnp.exp2(_LOG2_E * (score - peak)), 0.0),
-        jnp.exp2(_LOG2_E * (top - peak)),
-    )
-    total = jnp.maximum(total * shrink + weight, jnp.finfo(jnp.float32).tiny)
-    out = (out * shrink[:, None] + jnp.where(owns, weight[:, None] * own_value[None], 0.0)) / total[:, None]
-    store(attended.at[part, slot, head, *grid], out.astype(attended.dtype), mask=used)
-    store(sizes.at[part, slot, head, row], peak + jnp.log(total), mask=row < group)
-    page, place = page_of(lax.div(length, block)), lax.rem(length, page_tokens)
-    for x, pool in zip(own, (grown.keys, grown.values), strict=True):
-        store(pool.at[page, head, place, column], x, mask=inside & owns)
-    for x, pool in ((new.key_scales, grown.key_scales), (new.value_scales, grown.value_scales)):
-        if x is not None:
-            store(pool.at[page, head, place], x[slot, head], mask=owns)
+        def add_block(step: Scalar, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            top, total, out, page = carry
+            token = jnp.arange(block) + step * block
+            place = jnp.arange(block) + lax.rem(step * block, page_tokens)
+            seen = (token < length) & (token >= first_token) if window else token < length
+            there, whole = (page, head, place[:, None], column[None]), seen[:, None] & inside[None]
+            keys, values = (load(x.at[there], mask=whole, other=zero) for x in (cache.keys, cache.values))
+            scores = product("gd,td->gt", queries, keys.astype(queries.dtype))
+            if cache.key_scales is not None:
+                scores = scores * load(cache.key_scales.at[page, head, place], mask=seen, other=0.0)[None]
+            scores = jnp.where(seen[None], capped(scores, cap), MASKED)
+            peak = jnp.maximum(top, scores.max(1))
+            weights, shrink = jnp.exp2(_LOG2_E * (scores - peak[:, None])), jnp.exp2(_LOG2_E * (top - peak))
+            total = total * shrink + weights.sum(1)
+            if cache.value_scales is not None:
+                weights = weights * load(cache.value_scales.at[page, head, place], mask=seen, other=0.0)[None]
+            added = product("gt,td->gd", weights.astype(queries.dtype), values.astype(queries.dtype))
+            return peak, total, out * shrink[:, None] + added, page_of(step + 1)
+
+        nothing = jnp.full(row.shape, MASKED), jnp.zeros(row.shape), jnp.zeros(used.shape)
+        top, total, out, _ = lax.fori_loop(begin, end, add_block, (*nothing, page_of(begin)))
+        owns = (part == 0) & (length >= 0)
+        own_key, own_value = (x.astype(jnp.float32) for x in own)
+        if new.key_scales is not None:
+            own_key, own_value = (
+                own_key * new.key_scales[slot, head],
+                own_value * new.value_scales[slot, head],
+            )
+        score = capped((queries.astype(jnp.float32) * own_key[None]).sum(1), cap)
+        peak = jnp.where(owns, jnp.maximum(top, score), top)
+        shrink, weight = jnp.exp2(_LOG2_E * (top - peak)), jnp.exp2(_LOG2_E * (score - peak))
+        total = jnp.maximum(total * shrink + jnp.where(owns, weight, 0.0), jnp.finfo(jnp.float32).tiny)
+        out = out * shrink[:, None] + jnp.where(owns, weight[:, None] * own_value[None], 0.0)
+        store(attended.at[part, slot, head, *grid], (out / total[:, None]).astype(attended.dtype), mask=used)
+        store(sizes.at[part, slot, head, row], peak + jnp.log(total), mask=row < group)
+        page, place = page_of(lax.div(length, block)), lax.rem(length, page_tokens)
+        for x, pool in zip(own, (grown.keys, grown.values), strict=True):
+            store(pool.at[page, head, place, column], x, mask=inside & owns)
+        for x, pool in ((new.key_scales, grown.key_scales), (new.value_scales, grown.value_scales)):
+            if x is not None:
+                store(pool.at[page, head, place], x[slot, head], mask=owns)
+
+    if parts == 1:
+        attend()
+    else:
+        none = jnp.full(row.shape, MASKED)
+        pl.when((part == 0) | (begin < end))(attend)
+        pl.when((part > 0) & (begin >= end))(
+            lambda: store(sizes.at[part, slot, head, row], none, mask=row < group)
+        )

@@ -14,8 +14,8 @@ from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.sampling import gpu_cache
 from tests.sampling.paged_cache_test import Filled, attend, new_token
 
-if gpu_cache.without_kernel():
-    pytest.skip(gpu_cache.without_kernel(), allow_module_level=True)
+if reason := gpu_cache.without_kernel(None, "bfloat16"):
+    pytest.skip(reason, allow_module_level=True)
 
 SLOTS, PAGE = 256, 64
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")

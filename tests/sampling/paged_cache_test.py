@@ -237,7 +237,7 @@ def test_the_cache_is_the_one_for_the_meshs_platform():
     assert kind_for(mesh) == "slots"
     assert kind_for(mesh, page_tokens=16) == kind_for(mesh, cache_tokens=512) == "pages"
     for accelerator, kind in ((GPU, "gpu"), (TPU, "tpu")):
-        assert (kind_for(accelerator, dtype="int8"), without_kernel(accelerator)) == (kind, "")
+        assert (kind_for(accelerator, dtype="int8"), without_kernel(accelerator, "int8")) == (kind, "")
     assert cache_for("slots", mesh, slot_pages(4, 24), **how) is dense.DENSE
     sizes = sizes_for("tpu", mesh, holders=4, capacity=24)
     assert cache_for("tpu", mesh, sizes, **how).empty is tpu_cache.empty
@@ -333,4 +333,17 @@ def test_a_window_and_a_cap_limit_what_a_new_token_attends_to(kind, dtype, windo
 def test_without_the_kernels_compiler_decoding_on_a_gpu_uses_xla_and_reports_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     assert kind_for(GPU, dtype="bfloat16") == "pages"
-    assert f"jax {jax.__version__} no longer includes" in without_kernel(GPU)
+    assert f"jax {jax.__version__} no longer includes" in without_kernel(GPU, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind"), [("8.0", "pages"), ("8.9", "gpu"), ("12.0", "gpu"), ("gfx942", "gpu")]
+)
+def test_a_float8_cache_uses_xla_on_a_gpu_for_which_triton_cannot_convert_it(capability, kind):
+    """The compiler ends the process if it is asked to."""
+    device = Gpu()
+    device.compute_capability = capability
+    mesh = Mesh(np.array([device]), ("data",))
+    assert kind_for(mesh, dtype="float8_e4m3fn") == kind
+    assert (f"this GPU has {capability}" in without_kernel(mesh, "float8_e4m3fn")) == (kind == "pages")
+    assert kind_for(mesh, dtype="int8") == "gpu"
