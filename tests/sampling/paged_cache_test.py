@@ -111,8 +111,18 @@ def attend(query, keys, values, cap=None):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "capacity", "page_tokens", "dtype"),
-    [(10, 2, 128, 1300, 128, "bfloat16"), (7, 1, 64, 600, 64, "bfloat16"), (6, 3, 32, 40, 16, "float32")],
-    ids=["halves of the heads, 11 pages", "one head of 64", "three heads, three pages"],
+    [
+        (10, 2, 128, 1300, 128, "bfloat16"),
+        (7, 1, 64, 600, 64, "bfloat16"),
+        (6, 3, 32, 40, 16, "float32"),
+        (4, 2, 8, 300, 16, "bfloat16"),
+    ],
+    ids=[
+        "halves of the heads, 11 pages",
+        "one head of 64",
+        "three heads, three pages",
+        "narrow heads, 19 pages",
+    ],
 )
 def test_a_live_slot_attends_to_its_tokens_and_the_new_one(
     kind, heads, kv_heads, head_dim, capacity, page_tokens, dtype
