@@ -108,7 +108,8 @@ def extend(
     scaled = (query * head_dim**-0.5).reshape(kv_heads, -1, head_dim, slots).transpose(3, 0, 1, 2)
     width = max(64, pl.next_power_of_2(head_dim))
     block = min(page_tokens, max(SMALLEST_PAGE, _BLOCK_BYTES // (2 * width * kept.itemsize)))
-    parts = _parts(now.tables.shape[1] * page_tokens, slots * kv_heads)
+    longest = now.tables.shape[1] * page_tokens
+    parts = _parts(min(longest, window or longest), slots * kv_heads)
     arguments = now.tables, now.lengths, scaled.astype(dtype), new, cache
     results = (
         jax.ShapeDtypeStruct((parts, *scaled.shape), dtype if parts == 1 else jnp.float32),
@@ -136,7 +137,7 @@ def extend(
 
 
 def _parts(tokens: int, programs: int) -> int:
-    """Returns the number of parts of every sequence, for sequences of up to `tokens` tokens and a number of programs with one part each."""
+    """Returns the number of parts of every sequence. Up to `tokens` tokens of it are read, and with one part each, there would be this number of programs."""
     wanted = max(pl.cdiv(_PROGRAMS, programs), pl.cdiv(tokens, _LARGEST_PART))
     return min(wanted, pl.cdiv(tokens, _SMALLEST_PART))
 
