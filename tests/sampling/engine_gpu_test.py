@@ -78,23 +78,28 @@ def test_the_host_reads_nothing_before_a_call_ends():
 
 
 def test_the_cache_is_updated_in_place():
-    """The kernel's padded queries, the logits and the splits of products are temporary; a copy of a layer's keys would double them."""
+    """The kernel for attention writes the new tokens, and nothing else writes or copies pages. Logits and the splits of products are temporary; a copy of a layer's
+    keys would double them."""
     found, entry = computations(compiled(2).as_text())
     pages = rf"bf16\[{SLOTS * CAPACITY // 64},{QWEN3.kv_heads},64,{QWEN3.head_dim}\]"
     body = found[loops(found, entry)[0][0]]
-    assert sum(bool(re.match(pages, kind)) for kind, operation, _ in body if operation == "fusion") == 4
-    assert not [kind for kind, operation, _ in body if operation == "copy" and re.match(pages, kind)]
+    writes = [
+        operation for kind, operation, _ in body if re.search(pages, kind) and operation not in FREE.split()
+    ]
+    assert writes == ["custom-call"] * 2
+    aliased = [rest for _, operation, rest in body if operation == "custom-call"]
+    assert all("output_to_operand_aliasing={{2}: (5, {}), {3}: (6, {})}" in rest for rest in aliased)
     layer = SLOTS * CAPACITY * QWEN3.kv_heads * QWEN3.head_dim * 2
     assert compiled(2).memory_analysis().temp_size_in_bytes < layer
 
 
 def test_kernels_of_a_token_do_not_become_more():
-    """Sixteen in a layer, and 33 for sampling, the embedding and the logits."""
+    """Fifteen in a layer, and 29 for sampling, the embedding and the logits. Queries, keys, values and attention are not transposed or padded by kernels."""
     counted = kernels(compiled(2).as_text())
     assert counted["custom-call"] == 2, "attention"
-    assert counted.total() <= 2 * 16 + 33
+    assert counted.total() <= 2 * 15 + 29
 
 
 @pytest.mark.slow  # compiles all layers; the test above has the limits of a layer and of the rest
 def test_kernels_of_a_token_of_all_layers():
-    assert kernels(compiled(QWEN3.layers).as_text()).total() <= QWEN3.layers * 16 + 33
+    assert kernels(compiled(QWEN3.layers).as_text()).total() <= QWEN3.layers * 15 + 29
