@@ -4,17 +4,25 @@ import importlib.util
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.models import cudnn
 from dapo_jax.models.attention import causal_attention
+from dapo_jax.models.decoder import Decoder
 from dapo_jax.parallel.gpu_settings import FLAGS
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
+from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.plan.topologies import devices_of, parse
+from dapo_jax.testing import tiny_decoder_config
 from tests.plan.repeatability import not_repeatable
 
 HEADS, KV_HEADS = 4, 2
@@ -195,6 +203,45 @@ def test_compiled_for_an_h100_it_has_cudnn_s_calls_and_no_array_of_scores():
     assert {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"} == set(targets)
     assert largest(text) == 1024 * 4 * 64
     assert not_repeatable(text, flags=FLAGS) == []
+
+
+@compiles
+def test_compiled_for_an_h100_layers_share_what_follows_from_segments_and_no_branch_stops_the_host():
+    """Sequences are sorted once, also for the backward pass. The other sort is part of the embedding's gradient. Before a branch, the host waits for the device."""
+    config = replace(tiny_decoder_config(), head_dim=64, layers=2)
+    mesh = make_mesh(devices=devices_of(parse("h100:2")), tensor=2)
+    how = {"compute_dtype": "bfloat16", "remat": "full", "layout": layout_of(mesh, attention="cudnn")}
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how)))
+    whole = NamedSharding(mesh, PartitionSpec())
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=whole)
+    params = jax.tree.map(lambda x, place: x.update(sharding=place), params, shardings(params, mesh))
+
+    def loss(params, *ids):
+        def program(params, ids):
+            hidden = nnx.merge(graph, params)(*ids)
+            return ((hidden * hidden).sum(-1),)
+
+        return how["layout"].shard(program)(params, ids)[0].sum()
+
+    text = jax.jit(jax.grad(loss)).lower(params, *[ids] * 4).compile().as_text()
+    assert text.count(" sort(") == 2
+    assert " conditional(" not in text
+
+
+def test_only_cudnn_multiplies_and_no_array_is_larger_than_the_queries():
+    """In particular, the sum over the copies of a prompt is no product, and does not store a float32 copy of each gradient. The gradients of keys and values are
+    one float32 array, here as large as the queries. A batch has 16,384 tokens, like these rows."""
+    ids, prefixes = map(jnp.asarray, rows_of([(300, *[700] * 10)], [(8192,)], seq=8192))
+
+    def gradients(q, k, v):
+        out, back = jax.vjp(
+            lambda *parts: cudnn.packed_attention(*parts, ids, prefixes, dtype="bfloat16"), q, k, v
+        )
+        return back(out)
+
+    text = str(jax.make_jaxpr(gradients)(*(jnp.zeros((n, 8, *ids.shape)) for n in (4, 2, 2))))
+    assert "dot_general" not in text
+    assert largest(text) == 4 * 8 * 16_384
 
 
 @compiles
