@@ -1,7 +1,8 @@
 """cuDNN's flash attention for packed rows, on NVIDIA GPUs.
 
 cuDNN computes attention for a batch of sequences. Here, a sequence is a segment of a packed row. If responses share a prompt, each response gets
-its own copy of the prompt's queries, keys and values before it, so a causal mask is sufficient. Only attention is repeated for each copy.
+its own copy of the prompt's queries, keys and values before it, so a causal mask is sufficient. Only attention is repeated for each copy. The results
+for the prompt are taken from the first response.
 
 Sequences of similar length form batches of a fixed size, which are processed one after the other. Memory therefore does not grow with the number of
 segments, but the number of batches depends on the data. The gradient of a prompt is the sum over its copies.
@@ -50,8 +51,10 @@ def packed(ids: Ids, prefixes: Ids) -> Packed:
     head, _ = _runs(prefixes)
     known = stop[head] - head
     length = jnp.where(start == head, known, known + stop - start)
-    begins = (ids.reshape(-1) > 0) & (start == at)
-    # Segments are sorted by the number of padded lengths in which they fit. Tokens that do not begin a segment have 0.
+    # A shared prompt is no sequence of its own, because its first response computes it.
+    follows = (start == head) & (head.at[stop].get(mode="fill", fill_value=-1) == head)
+    begins = (ids.reshape(-1) > 0) & (start == at) & ~follows
+    # Sequences are sorted by the number of padded lengths in which they fit. Tokens that do not begin a sequence have 0.
     rooms = jnp.array(_rooms(ids.shape[1]), jnp.int32)
     fits = (begins[None] & (length[None] <= rooms[:, None])).sum(0, dtype=jnp.int32)
     order = jnp.argsort(fits, stable=True)
@@ -93,7 +96,7 @@ class _Batch(NamedTuple):
     live: Int[Array, "batch room"]
     """The same for scatters. At padding, the index is out of range and unique, so that the value is dropped."""
     own: Int[Array, "batch room"]
-    """The same for tokens of the sequence's own segment. Its copy of a shared prompt is also out of range."""
+    """The same for the results of queries. Only the first response to a prompt has the prompt's index, and all others are out of range there."""
 
 
 _ONCE: dict[str, Any] = {"mode": "drop", "unique_indices": True}
@@ -132,7 +135,7 @@ def _backward(window: int, seq: int, saved: Any, d_out: Heads) -> tuple[Any, ...
         d_q = before[0].at[batch.own].set(d_q, **_ONCE)
         return d_q, lax.fori_loop(0, len(batch.lengths), summed, before[1])
 
-    # The gradient of a query replaces its result, which no later batch needs: where a batch has a copy of a prompt, the cotangent is 0.
+    # The gradient of a query replaces its result, which no later batch needs: at later copies of a prompt, the cotangent is 0.
     # The gradients of keys and values are sums over copies, in float32. They are one array, so that one kernel adds both.
     start = out, jnp.zeros((len(k), 2 * k.shape[1], k.shape[2]), jnp.float32)
     d_q, both = _over_batches(rows, seq, add, start)
@@ -165,7 +168,7 @@ def _over_batches(rows: Packed, seq: int, add: Callable[[_Batch, Any], Any], car
             within = jnp.arange(beyond.shape[1], dtype=jnp.int32)[None]
             token = jnp.where(within < shared, prompt + within, begin + within - shared)
             live = jnp.where(within < length, token, beyond)
-            own = jnp.where((within >= shared) | (begin == prompt), live, beyond)
+            own = jnp.where((within >= shared) | (begin - prompt <= shared), live, beyond)
             # cuDNN needs at least one token.
             return _Batch(jnp.maximum(length[:, 0], 1), jnp.minimum(token, tokens - 1), live, own)
 

@@ -228,6 +228,14 @@ def test_compiled_for_an_h100_layers_share_what_follows_from_segments_and_no_bra
     assert " conditional(" not in text
 
 
+def test_a_shared_prompt_is_computed_with_its_first_response():
+    """Sequences are 10 + 12, 10 + 20 and 7 tokens in the first row, and 5, 5 + 1 and 5 + 2 in the second. None is the prompt of 10 or 5 with responses."""
+    ids, prefixes = rows_of([(10, 12, 20), (7,)], [(5,), (5, 1, 2)], seq=64)
+    found = cudnn.packed(jnp.asarray(ids), jnp.asarray(prefixes))
+    first, *_, last = found.ends.tolist()
+    assert sorted(found.length[first:last].tolist()) == [5, 6, 7, 7, 22, 30]
+
+
 def test_only_cudnn_multiplies_and_no_array_is_larger_than_the_queries():
     """In particular, the sum over the copies of a prompt is no product, and does not store a float32 copy of each gradient. The gradients of keys and values are
     one float32 array, here as large as the queries. A batch has 16,384 tokens, like these rows."""
