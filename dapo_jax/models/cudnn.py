@@ -111,8 +111,8 @@ def _attention(window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed
 def _forward(window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed) -> tuple[Heads, Any]:
     def add(batch: _Batch, before: tuple[Array, ...]) -> tuple[Array, ...]:
         some, log = attend(q[batch.token], k[batch.token], v[batch.token], batch.lengths, window)
-        made = some, log.transpose(0, 2, 1)
-        return tuple(all_.at[batch.own].set(one, **_ONCE) for all_, one in zip(before, made, strict=True))
+        out, sums = (whole.at[batch.own] for whole in before)
+        return out.set(some, **_ONCE), sums.set(log.transpose(0, 2, 1), **_ONCE)
 
     out, sums = _over_batches(rows, seq, add, (jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)))
     return out, (q, k, v, rows, out, sums)
@@ -155,30 +155,26 @@ def _rooms(seq: int) -> list[int]:
 
 def _over_batches(rows: Packed, seq: int, add: Callable[[_Batch, Any], Any], carry: Any) -> Any:
     """Calls `add` with each batch of sequences and the result for the batch before it."""
-    tokens = len(rows.begin)
-    for number, room in enumerate(_rooms(seq)):
-        size = max(1, min(tokens, BATCH_TOKENS) // room)
-        first, end = rows.ends[number], rows.ends[number + 1]
+    tokens, rooms = len(rows.begin), _rooms(seq)
+    sizes = [max(1, min(tokens, BATCH_TOKENS) // room) for room in rooms]
+
+    def step(number: int, index: Array, carry: Any) -> Any:
+        room, size = rooms[number], sizes[number]
+        place = rows.ends[number] + index * size + jnp.arange(size, dtype=jnp.int32)
+        begin, prompt, shared, length = (x[jnp.minimum(place, tokens - 1)][:, None] for x in rows[:4])
+        length = jnp.where(place[:, None] < rows.ends[number + 1], length, 0)
+        within = jnp.arange(room, dtype=jnp.int32)[None]
+        token = jnp.where(within < shared, prompt + within, begin + within - shared)
         beyond = jnp.arange(tokens, tokens + size * room, dtype=jnp.int32).reshape(size, room)
-
-        def batch(index: Array, first: Array = first, end: Array = end, beyond: Array = beyond) -> _Batch:
-            place = first + index * len(beyond) + jnp.arange(len(beyond), dtype=jnp.int32)
-            begin, prompt, shared, length = (x[jnp.minimum(place, tokens - 1)][:, None] for x in rows[:4])
-            length = jnp.where(place[:, None] < end, length, 0)
-            within = jnp.arange(beyond.shape[1], dtype=jnp.int32)[None]
-            token = jnp.where(within < shared, prompt + within, begin + within - shared)
-            live = jnp.where(within < length, token, beyond)
-            own = jnp.where((within >= shared) | (begin - prompt <= shared), live, beyond)
-            # cuDNN needs at least one token.
-            return _Batch(jnp.maximum(length[:, 0], 1), jnp.minimum(token, tokens - 1), live, own)
-
+        live = jnp.where(within < length, token, beyond)
+        own = jnp.where((within >= shared) | (begin - prompt <= shared), live, beyond)
+        # cuDNN needs at least one token.
+        batch = _Batch(jnp.maximum(length[:, 0], 1), jnp.minimum(token, tokens - 1), live, own)
         # Without the barrier, every gather and scatter would compute the indices again for each of its elements.
-        carry = lax.fori_loop(
-            0,
-            -(-(end - first) // size),
-            lambda index, carry, batch=batch: add(lax.optimization_barrier(batch(index)), carry),
-            carry,
-        )
+        return add(lax.optimization_barrier(batch), carry)
+
+    for number, count in enumerate(rows.ends[1:] - rows.ends[:-1]):
+        carry = lax.fori_loop(0, -(-count // sizes[number]), partial(step, number), carry)
     return carry
 
 

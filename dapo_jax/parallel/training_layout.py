@@ -261,10 +261,8 @@ class SamplerLayout(Layout):
 
 
 def _sent(mesh: Mesh, dtype: str) -> str | None:
-    """Returns the dtype in which collectives transfer activations: `dtype`, the precision of matrix products (see `product`), or None on CPU, where they are not cast.
-
-    `lax.platform_dependent` would leave a branch around each collective, and on a GPU, the host waits for the device at every branch.
-    """
+    """Returns the dtype in which collectives transfer activations: `dtype`, the precision of matrix products (see `product`), or None on CPU, where they are not cast."""
+    # `lax.platform_dependent` would leave a branch around each collective, and on a GPU, the host waits for the device at every branch.
     return None if mesh.devices.flat[0].platform == "cpu" else dtype
 
 
