@@ -46,6 +46,8 @@ SMALL = 0.005
 
 PARTS = {
     "attention.py": "attention",
+    "cudnn.py": "attention",
+    "gpu_cache.py": "attention",
     "cache.py:attend": "attention",
     "cache.py:append": "cache update",
     "cache.py:fill": "cache update",
