@@ -59,7 +59,7 @@ def packed(ids: Ids, prefixes: Ids) -> Packed:
     fits = (begins[None] & (length[None] <= rooms[:, None])).sum(0, dtype=jnp.int32)
     order = jnp.argsort(fits, stable=True)
     ends = (fits[None] <= jnp.arange(len(rooms) + 1, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
-    return Packed(*(each[order] for each in (start, head, known, length)), ends)
+    return Packed(start[order], head[order], known[order], length[order], ends)
 
 
 def packed_attention(
