@@ -1,5 +1,7 @@
 """Measures where one rollout and one update spend their time: `python -m benchmarks.profiling MODEL`.
 
+MODEL is a folder, or a preset such as qwen3-0.6b, which gets random weights.
+
 JAX's profiler records when each operation of the compiled programs ran. XLA's dump of these programs shows from which function
 of this library an operation originates. Operations that run at the same time share the wall time, and time without any operation
 is attributed to the host, so the shares add up to 100%. A fusion is attributed to its matrix products, if it has any, otherwise to
@@ -81,8 +83,14 @@ def main() -> None:
         gpu_settings.apply()
         flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_gpu_enable_command_buffer="
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        from benchmarks.gpu import write_model
         from benchmarks.peers.ours import System
+        from dapo_jax.models.presets import PRESETS
 
+        if arguments.model in PRESETS:
+            (place := Path(folder) / "model").mkdir()
+            write_model(place, PRESETS[arguments.model])
+            arguments.model = str(place)
         for what in arguments.what:
             options = {"rows_per_microbatch": arguments.rows_per_microbatch, "remat": arguments.remat}
             training = {"for_training": True, **options} if what == "update" else {}

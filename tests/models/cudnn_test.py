@@ -228,6 +228,34 @@ def test_compiled_for_an_h100_layers_share_what_follows_from_segments_and_no_bra
     assert " conditional(" not in text
 
 
+def test_layers_that_share_their_sequences_have_the_gradients_of_xla_s_attention(monkeypatch):
+    """All layers are recomputed in the backward pass. In float32, the gradients differ only in the order of sums."""
+    monkeypatch.setattr(cudnn, "_SHORTEST", 16)
+    monkeypatch.setattr(cudnn, "attend", attend)
+    monkeypatch.setattr(cudnn, "attend_backward", attend_backward)
+    ids, prefixes = CASES["one room"]
+    config, mesh = tiny_decoder_config(), make_mesh(devices=jax.devices()[:1])
+    tokens = np.random.default_rng(0).integers(2, config.vocab_size, ids.shape).astype(np.int32)
+
+    def gradients(attention):
+        layout = layout_of(mesh, attention=attention)
+        graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0), remat="full", layout=layout))
+
+        def program(params, given):
+            hidden = nnx.merge(graph, params)(*given)
+            return (jnp.where(given[2] > 0, jnp.sin(hidden).sum(-1), 0.0),)
+
+        def loss(params):
+            given = jax.tree.map(jnp.asarray, (tokens, positions_of(ids, prefixes), ids, prefixes))
+            return layout.shard(program)(params, given)[0].sum()
+
+        with jax.default_matmul_precision("highest"):
+            return jax.tree.leaves(jax.jit(jax.grad(loss))(params))
+
+    for one, other in zip(gradients("cudnn"), gradients("xla"), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
 def test_a_shared_prompt_is_computed_with_its_first_response():
     """Sequences are 10 + 12, 10 + 20 and 7 tokens in the first row, and 5, 5 + 1 and 5 + 2 in the second. None is the prompt of 10 or 5 with responses."""
     ids, prefixes = rows_of([(10, 12, 20), (7,)], [(5,), (5, 1, 2)], seq=64)
