@@ -41,7 +41,7 @@ class Packed(NamedTuple):
     length: PerToken
     """Number of tokens of the prompt and the response."""
     ends: Int[Array, " rooms"]
-    """Number of sequences with at most this padded length, for the padded lengths in `_rooms`. The entry before the first counts tokens that begin no sequence."""
+    """Index of the first sequence, and then the index after the last sequence for each padded length in `_rooms`."""
 
 
 def packed(ids: Ids, prefixes: Ids) -> Packed:
@@ -55,11 +55,16 @@ def packed(ids: Ids, prefixes: Ids) -> Packed:
     follows = (start == head) & (head.at[stop].get(mode="fill", fill_value=-1) == head)
     begins = (ids.reshape(-1) > 0) & (start == at) & ~follows
     # Sequences are sorted by the number of padded lengths in which they fit. Tokens that do not begin a sequence have 0.
-    rooms = jnp.array(_rooms(ids.shape[1]), jnp.int32)
-    fits = (begins[None] & (length[None] <= rooms[:, None])).sum(0, dtype=jnp.int32)
+    rooms, sizes = _rooms(ids.size, ids.shape[1])
+    fits = (begins[None] & (length[None] <= jnp.array(rooms)[:, None])).sum(0, dtype=jnp.int32)
     order = jnp.argsort(fits, stable=True)
-    ends = (fits[None] <= jnp.arange(len(rooms) + 1, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
-    return Packed(start[order], head[order], known[order], length[order], ends)
+    least = (fits[None] <= jnp.arange(len(rooms) + 1, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
+    # Shorter sequences fill the last batch of each padded length.
+    ends = [least[0]]
+    for end, size in zip(least[1:], sizes, strict=True):
+        batches = -(-jnp.maximum(end - ends[-1], 0) // size)
+        ends.append(jnp.minimum(ends[-1] + batches * size, least[-1]))
+    return Packed(start[order], head[order], known[order], length[order], jnp.stack(ends))
 
 
 def packed_attention(
@@ -75,9 +80,7 @@ def packed_attention(
 ) -> Float[Array, "heads head_dim batch seq"]:
     """Computes `attention.causal_attention` with cuDNN, in bfloat16 or float16. The result at padding is 0.
 
-    A query attends to the last `window` tokens including its own, or to all if `window` is 0.
-
-    `rows` is the result of `packed` for these segments. Without it, it is computed.
+    A query attends to the last `window` tokens including its own, or to all if `window` is 0. Without `rows`, the result of `packed`, it is computed.
     """
     rows = packed(segment_ids, prefix_ids) if rows is None else rows
     q, k, v = (
@@ -145,18 +148,17 @@ def _backward(window: int, seq: int, saved: Any, d_out: Heads) -> tuple[Any, ...
 _attention.defvjp(_forward, _backward)
 
 
-def _rooms(seq: int) -> list[int]:
-    """Returns the padded lengths of sequences in rows of `seq` tokens, longest first."""
+def _rooms(tokens: int, seq: int) -> tuple[list[int], list[int]]:
+    """Returns the padded lengths of sequences, longest first, and the number of sequences in a batch of each length."""
     rooms = [seq]
     while rooms[-1] // _RATIO >= _SHORTEST:
         rooms.append(-(-rooms[-1] // _RATIO))
-    return rooms
+    return rooms, [max(1, min(tokens, BATCH_TOKENS) // room) for room in rooms]
 
 
 def _over_batches(rows: Packed, seq: int, add: Callable[[_Batch, Any], Any], carry: Any) -> Any:
     """Calls `add` with each batch of sequences and the result for the batch before it."""
-    tokens, rooms = len(rows.begin), _rooms(seq)
-    sizes = [max(1, min(tokens, BATCH_TOKENS) // room) for room in rooms]
+    rooms, sizes = _rooms(tokens := len(rows.begin), seq)
 
     def step(number: int, index: Array, carry: Any) -> Any:
         room, size = rooms[number], sizes[number]

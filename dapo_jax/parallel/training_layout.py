@@ -149,16 +149,15 @@ class MeshLayout(Layout):
         segments = lax.all_gather(own, "context", axis=1, tiled=True)
         parts = self.mesh.shape["context"]
 
-        def by_window(attend: Callable[[int], Array]) -> Array:
+        def by_window(attend: Callable[..., Array]) -> Array:
             """Calls a kernel with the layer's window, which is static in kernels."""
             kinds = sorted(set(windows)) or [0]
             kind = 0 if near is None else jnp.searchsorted(jnp.array(kinds, jnp.int32), near[0])
-            return lax.switch(kind, [partial(attend, window) for window in kinds])
+            return lax.switch(kind, [partial(attend, window=window) for window in kinds])
 
         if self.attention == "cudnn":
             assert cap is None, "`training_pass` chooses XLA"
-            given = partial(packed_attention, q, k, v, own, prefix, rows=sequences, dtype=dtype)
-            out = by_window(lambda window: given(window=window))
+            out = by_window(partial(packed_attention, q, k, v, own, prefix, rows=sequences, dtype=dtype))
         elif self.attention == "xla":
             first = lax.axis_index("context") * own.shape[1] if parts > 1 else None
             if near is not None:

@@ -264,6 +264,26 @@ def test_a_shared_prompt_is_computed_with_its_first_response():
     assert sorted(found.length[first:last].tolist()) == [5, 6, 7, 7, 22, 30]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        # Batches have 2 sequences of 512, 8 of 128, or 32 of 32 tokens.
+        ([300, 400, 500, 100, 20, 20], [2, 0, 1]),
+        ([300, 400, 100, 20, 20], [1, 1, 0]),
+        ([20], [0, 0, 1]),
+        ([100] * 9 + [20] * 40, [0, 2, 2]),
+        ([], [0, 0, 0]),
+    ],
+)
+def test_shorter_sequences_fill_the_last_batch_of_a_longer_padded_length(lengths, batches, monkeypatch):
+    monkeypatch.setattr(cudnn, "_SHORTEST", 32)
+    monkeypatch.setattr(cudnn, "BATCH_TOKENS", 1024)
+    ids, prefixes = rows_of(*([(length,)] for length in lengths), *[[]] * (50 - len(lengths)), seq=512)
+    ends = cudnn.packed(jnp.asarray(ids), jnp.asarray(prefixes)).ends.tolist()
+    assert ends[-1] - ends[0] == len(lengths)
+    assert [-(-(b - a) // size) for a, b, size in zip(ends, ends[1:], (2, 8, 32), strict=False)] == batches
+
+
 def test_only_cudnn_multiplies_and_no_array_is_larger_than_the_queries():
     """In particular, the sum over the copies of a prompt is no product, and does not store a float32 copy of each gradient. The gradients of keys and values are
     one float32 array, here as large as the queries. A batch has 16,384 tokens, like these rows."""
