@@ -467,11 +467,12 @@ class Decoder(nnx.Module):
         turns, windows = (jnp.asarray(part, jnp.int32) if part else None for part in given)
         tables = tables[0] if turns is None else tuple(map(jnp.stack, zip(*tables, strict=True)))
 
+        same: dict[str, Any] = {"windows": config.windows, "cap": config.score_cap}
+        same["sequences"] = layout.sequences(segment_ids, prefix_ids)
+
         def attend(query: Array, key: Array, value: Array, window: Array | None) -> tuple[Array, None]:
             near = None if window is None else (window, positions)
-            out = layout.attend(
-                query, key, value, segment_ids, prefix_ids, dtype, near=near, windows=config.windows, cap=config.score_cap
-            )  # fmt: skip
+            out = layout.attend(query, key, value, segment_ids, prefix_ids, dtype, near=near, **same)
             return out, None
 
         def counted(own: Array, forced: Array | None) -> dict[str, Array]:

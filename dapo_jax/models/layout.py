@@ -83,6 +83,10 @@ class Layout:
         """Looks up the embeddings of `tokens` in `table`, rounded to `dtype` and transposed. The result is the initial residual stream."""
         return rounded(looked_up(table, tokens), dtype).T
 
+    def sequences(self, segment_ids: Int[Array, "batch seq"], prefix_ids: Array | None) -> Any:
+        """Returns the arrays that `attend` derives from the segments, to compute them once for all layers, or None if there are no such arrays."""
+        return None
+
     def attend(
         self,
         query: Float[Array, "heads head_dim tokens"],
@@ -95,8 +99,9 @@ class Layout:
         near: Near | None = None,
         windows: Sequence[int] = (),
         cap: float | None = None,
+        sequences: Any = None,
     ) -> Float[Array, "heads head_dim tokens"]:
-        """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`). The window in `near` is one of `windows`."""
+        """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`). The window in `near` is one of `windows`. Without `sequences`, they are computed."""
         return causal_attention(query, key, value, segment_ids, prefix_ids, near=near, cap=cap, dtype=dtype)
 
     def logprobs(

@@ -4,17 +4,25 @@ import importlib.util
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.models import cudnn
 from dapo_jax.models.attention import causal_attention
+from dapo_jax.models.decoder import Decoder
 from dapo_jax.parallel.gpu_settings import FLAGS
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
+from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.plan.topologies import devices_of, parse
+from dapo_jax.testing import tiny_decoder_config
 from tests.plan.repeatability import not_repeatable
 
 HEADS, KV_HEADS = 4, 2
@@ -195,6 +203,101 @@ def test_compiled_for_an_h100_it_has_cudnn_s_calls_and_no_array_of_scores():
     assert {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"} == set(targets)
     assert largest(text) == 1024 * 4 * 64
     assert not_repeatable(text, flags=FLAGS) == []
+
+
+@compiles
+def test_compiled_for_an_h100_layers_share_what_follows_from_segments_and_no_branch_stops_the_host():
+    """Sequences are sorted once, also for the backward pass. The other sort is part of the embedding's gradient. Before a branch, the host waits for the device."""
+    config = replace(tiny_decoder_config(), head_dim=64, layers=2)
+    mesh = make_mesh(devices=devices_of(parse("h100:2")), tensor=2)
+    how = {"compute_dtype": "bfloat16", "remat": "full", "layout": layout_of(mesh, attention="cudnn")}
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how)))
+    whole = NamedSharding(mesh, PartitionSpec())
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=whole)
+    params = jax.tree.map(lambda x, place: x.update(sharding=place), params, shardings(params, mesh))
+
+    def loss(params, *ids):
+        def program(params, ids):
+            hidden = nnx.merge(graph, params)(*ids)
+            return ((hidden * hidden).sum(-1),)
+
+        return how["layout"].shard(program)(params, ids)[0].sum()
+
+    text = jax.jit(jax.grad(loss)).lower(params, *[ids] * 4).compile().as_text()
+    assert text.count(" sort(") == 2
+    assert " conditional(" not in text
+
+
+def test_layers_that_share_their_sequences_have_the_gradients_of_xla_s_attention(monkeypatch):
+    """All layers are recomputed in the backward pass. In float32, the gradients differ only in the order of sums."""
+    monkeypatch.setattr(cudnn, "_SHORTEST", 16)
+    monkeypatch.setattr(cudnn, "attend", attend)
+    monkeypatch.setattr(cudnn, "attend_backward", attend_backward)
+    ids, prefixes = CASES["one room"]
+    config, mesh = tiny_decoder_config(), make_mesh(devices=jax.devices()[:1])
+    tokens = np.random.default_rng(0).integers(2, config.vocab_size, ids.shape).astype(np.int32)
+
+    def gradients(attention):
+        layout = layout_of(mesh, attention=attention)
+        graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0), remat="full", layout=layout))
+
+        def program(params, given):
+            hidden = nnx.merge(graph, params)(*given)
+            return (jnp.where(given[2] > 0, jnp.sin(hidden).sum(-1), 0.0),)
+
+        def loss(params):
+            given = jax.tree.map(jnp.asarray, (tokens, positions_of(ids, prefixes), ids, prefixes))
+            return layout.shard(program)(params, given)[0].sum()
+
+        with jax.default_matmul_precision("highest"):
+            return jax.tree.leaves(jax.jit(jax.grad(loss))(params))
+
+    for one, other in zip(gradients("cudnn"), gradients("xla"), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+def test_a_shared_prompt_is_computed_with_its_first_response():
+    """Sequences are 10 + 12, 10 + 20 and 7 tokens in the first row, and 5, 5 + 1 and 5 + 2 in the second. None is the prompt of 10 or 5 with responses."""
+    ids, prefixes = rows_of([(10, 12, 20), (7,)], [(5,), (5, 1, 2)], seq=64)
+    found = cudnn.packed(jnp.asarray(ids), jnp.asarray(prefixes))
+    first, *_, last = found.ends.tolist()
+    assert sorted(found.length[first:last].tolist()) == [5, 6, 7, 7, 22, 30]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        # Batches have 2 sequences of 512, 8 of 128, or 32 of 32 tokens.
+        ([300, 400, 500, 100, 20, 20], [2, 0, 1]),
+        ([300, 400, 100, 20, 20], [1, 1, 0]),
+        ([20], [0, 0, 1]),
+        ([100] * 9 + [20] * 40, [0, 2, 2]),
+        ([], [0, 0, 0]),
+    ],
+)
+def test_shorter_sequences_fill_the_last_batch_of_a_longer_padded_length(lengths, batches, monkeypatch):
+    monkeypatch.setattr(cudnn, "_SHORTEST", 32)
+    monkeypatch.setattr(cudnn, "BATCH_TOKENS", 1024)
+    ids, prefixes = rows_of(*([(length,)] for length in lengths), *[[]] * (50 - len(lengths)), seq=512)
+    ends = cudnn.packed(jnp.asarray(ids), jnp.asarray(prefixes)).ends.tolist()
+    assert ends[-1] - ends[0] == len(lengths)
+    assert [-(-(b - a) // size) for a, b, size in zip(ends, ends[1:], (2, 8, 32), strict=False)] == batches
+
+
+def test_only_cudnn_multiplies_and_no_array_is_larger_than_the_queries():
+    """In particular, the sum over the copies of a prompt is no product, and does not store a float32 copy of each gradient. The gradients of keys and values are
+    one float32 array, here as large as the queries. A batch has 16,384 tokens, like these rows."""
+    ids, prefixes = map(jnp.asarray, rows_of([(300, *[700] * 10)], [(8192,)], seq=8192))
+
+    def gradients(q, k, v):
+        out, back = jax.vjp(
+            lambda *parts: cudnn.packed_attention(*parts, ids, prefixes, dtype="bfloat16"), q, k, v
+        )
+        return back(out)
+
+    text = str(jax.make_jaxpr(gradients)(*(jnp.zeros((n, 8, *ids.shape)) for n in (4, 2, 2))))
+    assert "dot_general" not in text
+    assert largest(text) == 4 * 8 * 16_384
 
 
 @compiles
