@@ -20,6 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 BATCH_TOKENS = 16_384
 """Maximum number of tokens in a batch, including padding. A sequence that is padded to more tokens forms a batch by itself."""
 
+WORKSPACE_BYTES = 2**30
+"""Maximum size of cuDNN's workspace for gradients. Long sequences therefore form smaller batches, and some heads of the longest are processed at a time."""
+
 _RATIO, _SHORTEST = 4, 128
 """A sequence is padded to the row length, or to the row length divided by a power of `_RATIO`, but at least to `_SHORTEST` tokens."""
 
@@ -93,7 +96,7 @@ def _attention(window: int, q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Id
 
 def _forward(window: int, q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids) -> tuple[Heads, Any]:
     out, sums = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
-    for batch_of, count in _batches(ids, prefixes):
+    for batch_of, count in _batches(ids, prefixes, q.shape[1]):
 
         def add(
             index: Array, before: tuple[Array, Array], batch_of: BatchOf = batch_of
@@ -110,7 +113,7 @@ def _forward(window: int, q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids)
 def _backward(window: int, saved: Any, d_out: Heads) -> tuple[Any, ...]:
     q, k, v, ids, prefixes, out, sums = saved
     grads = jnp.zeros_like(q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for batch_of, count in _batches(ids, prefixes):
+    for batch_of, count in _batches(ids, prefixes, q.shape[1]):
 
         def add(index: Array, before: tuple[Array, ...], batch_of: BatchOf = batch_of) -> tuple[Array, ...]:
             batch = batch_of(index)
@@ -135,7 +138,7 @@ def _backward(window: int, saved: Any, d_out: Heads) -> tuple[Any, ...]:
 _attention.defvjp(_forward, _backward)
 
 
-def _batches(ids: Ids, prefixes: Ids) -> Iterator[tuple[BatchOf, Int[Array, ""]]]:
+def _batches(ids: Ids, prefixes: Ids, heads: int) -> Iterator[tuple[BatchOf, Int[Array, ""]]]:
     """Yields, for each padded length, a function that returns the batch with a given index, and the number of batches of this length."""
     tokens, at = ids.size, jnp.arange(ids.size, dtype=jnp.int32)
     start, stop = _runs(ids)
@@ -150,7 +153,8 @@ def _batches(ids: Ids, prefixes: Ids) -> Iterator[tuple[BatchOf, Int[Array, ""]]
     fits = sum((begins & (length <= room)).astype(jnp.int32) for room in rooms)
     order = jnp.argsort(fits, stable=True).astype(jnp.int32)
     for number, room in enumerate(rooms, 1):
-        size = max(1, min(tokens, BATCH_TOKENS) // room)
+        most = WORKSPACE_BYTES // workspace_bytes(1, heads, room)
+        size = max(1, min(most, min(tokens, BATCH_TOKENS) // room))
         first, count = ((test(fits, number)).sum(dtype=jnp.int32) for test in (jnp.less, jnp.equal))
 
         def batch_of(
@@ -198,15 +202,29 @@ def attend(
 def attend_backward(
     q: Sequences, k: Sequences, v: Sequences, logs: Float[Array, "batch heads room"], d_out: Sequences, out: Sequences,
     lengths: Int[Array, " batch"], window: int = 0,
-) -> tuple[Sequences, Sequences, Sequences]:  # fmt: skip
+) -> tuple[Sequences, ...]:  # fmt: skip
     """Calls cuDNN for the gradients of q, k and v, given the results of `attend`. Gradients after the end of a sequence are undefined."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads > 1 and workspace_bytes(q.shape[0], heads, q.shape[1]) > WORKSPACE_BYTES:
+        # Half of the key heads at a time, or half of the query heads if there is only one key head.
+        cut = {size: kv_heads // 2 * size // kv_heads or size // 2 for size in (heads, kv_heads)}
+        given = (q, 2), (k, 2), (v, 2), (logs, 1), (d_out, 2), (out, 2)
+        parts = (jnp.split(x, [at], i) if (at := cut[x.shape[i]]) else (x, x) for x, i in given)
+        halves = (attend_backward(*half, lengths=lengths, window=window) for half in zip(*parts, strict=True))
+        d_q, *sums = zip(*halves, strict=True)
+        joined = (jnp.concatenate(x, 2) if kv_heads > 1 else x[0] + x[1] for x in sums)
+        return jnp.concatenate(d_q, 2), *joined
     products = {
         "bmm1_grad_gemm1": (2, 1, 1, 2), "bmm1_grad_gemm2": (3, 1, 1, 2),
         "bmm2_grad_gemm1": (2, 1, 1, 2), "bmm2_grad_gemm2": (3, 2, 3, 2),
     }  # fmt: skip
     operands = (q, k, v, logs, d_out, out, lengths, lengths)
-    d_q, d_k, d_v = _call("SoftmaxBackward", operands, (q, k, v), [], products, window)[0]
-    return d_q, d_k, d_v
+    return tuple(_call("SoftmaxBackward", operands, (q, k, v), [], products, window)[0])
+
+
+def workspace_bytes(batch: int, heads: int, room: int) -> int:
+    """Returns the size of cuDNN's workspace for repeatable gradients on Hopper (source: https://github.com/NVIDIA/cudnn-frontend/pull/398)."""
+    return 2 * batch * heads * (-(-room // 64) * 64) ** 2
 
 
 def _call(
