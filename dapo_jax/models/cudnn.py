@@ -21,6 +21,9 @@ from jaxtyping import Array, Float, Int
 BATCH_TOKENS = 16_384
 """Maximum number of tokens in a batch, including padding. A sequence that is padded to more tokens forms a batch by itself."""
 
+WORKSPACE_BYTES = 2**30
+"""Maximum size of cuDNN's workspace for gradients. For long sequences, some of the heads are therefore processed at a time."""
+
 _RATIO, _SHORTEST = 4, 128
 """A sequence is padded to the row length, or to the row length divided by a power of `_RATIO`, but at least to `_SHORTEST` tokens."""
 
@@ -201,15 +204,29 @@ def attend(
 def attend_backward(
     q: Sequences, k: Sequences, v: Sequences, logs: Float[Array, "batch heads room"], d_out: Sequences, out: Sequences,
     lengths: Int[Array, " batch"], window: int = 0,
-) -> tuple[Sequences, Sequences, Sequences]:  # fmt: skip
+) -> tuple[Sequences, ...]:  # fmt: skip
     """Calls cuDNN for the gradients of q, k and v, given the results of `attend`. Gradients after the end of a sequence are undefined."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads > 1 and workspace_bytes(q.shape[0], heads, q.shape[1]) > WORKSPACE_BYTES:
+        # Half of the key heads at a time, or half of the query heads if there is only one key head.
+        cut = {size: kv_heads // 2 * size // kv_heads or size // 2 for size in (heads, kv_heads)}
+        given = (q, 2), (k, 2), (v, 2), (logs, 1), (d_out, 2), (out, 2)
+        parts = (jnp.split(x, [at], i) if (at := cut[x.shape[i]]) else (x, x) for x, i in given)
+        halves = (attend_backward(*half, lengths=lengths, window=window) for half in zip(*parts, strict=True))
+        d_q, *sums = zip(*halves, strict=True)
+        joined = (jnp.concatenate(x, 2) if kv_heads > 1 else x[0] + x[1] for x in sums)
+        return jnp.concatenate(d_q, 2), *joined
     products = {
         "bmm1_grad_gemm1": (2, 1, 1, 2), "bmm1_grad_gemm2": (3, 1, 1, 2),
         "bmm2_grad_gemm1": (2, 1, 1, 2), "bmm2_grad_gemm2": (3, 2, 3, 2),
     }  # fmt: skip
     operands = (q, k, v, logs, d_out, out, lengths, lengths)
-    d_q, d_k, d_v = _call("SoftmaxBackward", operands, (q, k, v), [], products, window)[0]
-    return d_q, d_k, d_v
+    return tuple(_call("SoftmaxBackward", operands, (q, k, v), [], products, window)[0])
+
+
+def workspace_bytes(batch: int, heads: int, room: int) -> int:
+    """Returns the size of cuDNN's workspace for repeatable gradients on Hopper (source: https://github.com/NVIDIA/cudnn-frontend/pull/398)."""
+    return 2 * batch * heads * (-(-room // 64) * 64) ** 2
 
 
 def _call(

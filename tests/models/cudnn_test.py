@@ -162,6 +162,33 @@ def test_on_a_gpu_packed_rows_attend_as_with_xla(window):
         assert np.linalg.norm(one - other) < 2**-6 * np.linalg.norm(other)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 3), (14, 2), (7, 1), (1, 1)])
+def test_gradients_of_some_heads_at_a_time_are_the_gradients_of_all_heads(heads, kv_heads, monkeypatch):
+    """At most two heads fit into the workspace. A single key head is in several calls."""
+    calls = []
+
+    def call(name, operands, like, others, products, window):
+        *given, lengths, _ = operands
+        calls.append(given[0].shape[2])
+        return attend_backward(*given, lengths, window), None
+
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.normal(size=(2, 16, n, 4)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
+    )
+    lengths = jnp.array([11, 16], jnp.int32)
+    out, logs = (jnp.nan_to_num(x) for x in attend(q, k, v, lengths, 5))
+    monkeypatch.setattr(cudnn, "_call", call)
+    expected = cudnn.attend_backward(q, k, v, logs, d_out, out, lengths, 5)
+    assert calls == [heads]
+    monkeypatch.setattr(cudnn, "WORKSPACE_BYTES", cudnn.workspace_bytes(2, 2, 16))
+    found = cudnn.attend_backward(q, k, v, logs, d_out, out, lengths, 5)
+    assert sum(calls[1:]) == heads
+    assert max(calls[1:]) <= 2
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 compiles = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="the extra cuda-plan"
 )
@@ -324,6 +351,20 @@ def calls(text):
             layouts = re.findall(r"dense<\S+> : tensor<\S+>", line)
             found.append((re.search(r"@(\S+)\(%", line)[1], config, layouts, line.split("} : ")[1]))
     return found
+
+
+@compiles
+def test_the_workspace_of_gradients_of_long_rows_is_bounded():
+    """The 16 heads of one row of 16,384 tokens together would need 16 x 16,384^2 x 2 bytes = 8 GiB, and four sequences of 4,096 tokens 2 GiB."""
+    text = lowered(by_cudnn, 1, 16_384, 16, 8, 128).as_text()
+    dims = [
+        list(map(int, config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"]))
+        for name, config, *_ in calls(text)
+        if "Backward" in name
+    ]
+    assert {16_384, 4096, 1024, 256} == {room for *_, room in dims}
+    assert {(heads, room) for _, heads, room, _ in dims} == {(2, 16_384), (8, 4096), (16, 1024), (16, 256)}
+    assert max(2 * math.prod(each) for each in dims) == cudnn.WORKSPACE_BYTES
 
 
 @compiles
