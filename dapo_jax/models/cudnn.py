@@ -21,7 +21,7 @@ BATCH_TOKENS = 16_384
 """Maximum number of tokens in a batch, including padding. A sequence that is padded to more tokens forms a batch by itself."""
 
 WORKSPACE_BYTES = 2**30
-"""Maximum size of cuDNN's workspace for gradients. Long sequences therefore form smaller batches, and some heads of the longest are processed at a time."""
+"""Maximum size of cuDNN's workspace for gradients. Long sequences may need more for all heads, so some heads are processed at a time, at least one."""
 
 _RATIO, _SHORTEST = 4, 128
 """A sequence is padded to the row length, or to the row length divided by a power of `_RATIO`, but at least to `_SHORTEST` tokens."""
@@ -96,7 +96,7 @@ def _attention(window: int, q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Id
 
 def _forward(window: int, q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids) -> tuple[Heads, Any]:
     out, sums = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
-    for batch_of, count in _batches(ids, prefixes, q.shape[1]):
+    for batch_of, count in _batches(ids, prefixes):
 
         def add(
             index: Array, before: tuple[Array, Array], batch_of: BatchOf = batch_of
@@ -113,7 +113,7 @@ def _forward(window: int, q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids)
 def _backward(window: int, saved: Any, d_out: Heads) -> tuple[Any, ...]:
     q, k, v, ids, prefixes, out, sums = saved
     grads = jnp.zeros_like(q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for batch_of, count in _batches(ids, prefixes, q.shape[1]):
+    for batch_of, count in _batches(ids, prefixes):
 
         def add(index: Array, before: tuple[Array, ...], batch_of: BatchOf = batch_of) -> tuple[Array, ...]:
             batch = batch_of(index)
@@ -138,7 +138,7 @@ def _backward(window: int, saved: Any, d_out: Heads) -> tuple[Any, ...]:
 _attention.defvjp(_forward, _backward)
 
 
-def _batches(ids: Ids, prefixes: Ids, heads: int) -> Iterator[tuple[BatchOf, Int[Array, ""]]]:
+def _batches(ids: Ids, prefixes: Ids) -> Iterator[tuple[BatchOf, Int[Array, ""]]]:
     """Yields, for each padded length, a function that returns the batch with a given index, and the number of batches of this length."""
     tokens, at = ids.size, jnp.arange(ids.size, dtype=jnp.int32)
     start, stop = _runs(ids)
@@ -153,8 +153,7 @@ def _batches(ids: Ids, prefixes: Ids, heads: int) -> Iterator[tuple[BatchOf, Int
     fits = sum((begins & (length <= room)).astype(jnp.int32) for room in rooms)
     order = jnp.argsort(fits, stable=True).astype(jnp.int32)
     for number, room in enumerate(rooms, 1):
-        most = WORKSPACE_BYTES // workspace_bytes(1, heads, room)
-        size = max(1, min(most, min(tokens, BATCH_TOKENS) // room))
+        size = max(1, min(tokens, BATCH_TOKENS) // room)
         first, count = ((test(fits, number)).sum(dtype=jnp.int32) for test in (jnp.less, jnp.equal))
 
         def batch_of(
