@@ -13,7 +13,7 @@ its logical axes, and `parallel.sharding` maps them to mesh axes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -30,8 +30,9 @@ from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.experts import chosen, mixture
 from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, empty, over_rows
-from dapo_jax.models.layout import Layout
-from dapo_jax.models.lora import LORA_PARTS, adapted_in, adapter, lora_delta
+from dapo_jax.models.joined import OF_ATTENTION, OF_MLP, Joined
+from dapo_jax.models.layout import Layout, output_dimensions
+from dapo_jax.models.lora import LORA_PARTS, adapted_in, adapter
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
@@ -213,27 +214,25 @@ class Block(nnx.Module):
         self.delta_norm = _filled(1.0, (sizes.value_dim,), ("norm",))
         self.output = _weight(rngs, (embed, *values), ("embed", *of_values), sizes.outputs * writers)
 
-    def _mixed(self, x: Float[Array, "embed tokens"]) -> Mixed:
-        """Returns the inputs of the recurrence of a Gated DeltaNet layer."""
-        query, key, value = (
-            self._project(name, x, ("heads", "head_dim", "embed")) for name in ("query", "key", "value")
-        )
-        write, forget = (self._project(name, x, ("heads", "embed")) for name in ("write", "forget"))
+    def _mixed(self, x: Float[Array, "embed tokens"]) -> tuple[Mixed, Float[Array, "heads dim tokens"]]:
+        """Returns the inputs of the recurrence of a Gated DeltaNet layer, and the gate of its output."""
+        query, key, value, gate, write, forget = self._project(OF_ATTENTION, x)
         steps = jax.nn.softplus(forget + self.step_bias[...][:, None])
         return Mixed(
             query, key, value, -jnp.exp(self.decay[...])[:, None] * steps, jax.nn.sigmoid(write),
             (self.query_conv[...], self.key_conv[...], self.value_conv[...]),
-        )  # fmt: skip
+        ), gate  # fmt: skip
 
     def _attended(
         self, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "features tokens"], Any]:
         """Returns the input of the output projection, and the second result of `attend`."""
         if self.delta:
-            out, kept = attend(self._mixed(x))
+            mixed, gate = self._mixed(x)
+            out, kept = attend(mixed)
             out = jax.vmap(rms_norm, in_axes=(0, None, None))(
                 out, self.delta_norm[...], self.config.norm_eps
-            ) * jax.nn.silu(self._project("value_gate", x, ("heads", "head_dim", "embed")))
+            ) * jax.nn.silu(gate)
             return out.reshape(-1, out.shape[2]), kept
         query, key, value, gate = self._queries_keys_values(x, rope)
         out, kept = attend(query, key, value)
@@ -248,9 +247,7 @@ class Block(nnx.Module):
     ]:  # fmt: skip
         """Returns queries, keys, values, and the gate before its sigmoid if there is one. RoPE is applied to queries and keys."""
         config = self.config
-        query, key, value = (
-            self._project(name, x, ("heads", "head_dim", "embed")) for name in ("query", "key", "value")
-        )
+        query, key, value = self._project(OF_ATTENTION[:3], x)
         gate = None
         if config.attention_gate:
             query, gate = jnp.split(query, 2, axis=1)
@@ -259,20 +256,36 @@ class Block(nnx.Module):
                 part + self._bias(name) for part, name in ((query, "query"), (key, "key"), (value, "value"))
             )
         if config.qk_norm != "none" and not config.qk_norm_after_rope:
-            query, key = self._normed("query_norm", query), self._normed("key_norm", key)
+            one_kernel = config.qk_norm == "head" and isinstance(self.query.get_value(), Joined)
+            how = {"cuda": self._normed_together} if one_kernel else {}
+            query, key = jax.lax.platform_dependent(query, key, **how, default=self._normed_apart)
         if config.clip_qkv is not None:
             query, key, value = (
                 jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (query, key, value)
             )
         query, key = rotary(query, rope), rotary(key, rope)
         if config.qk_norm_after_rope:
-            query, key = self._normed("query_norm", query), self._normed("key_norm", key)
+            query, key = self._normed_apart(query, key)
         if config.query_growth is not None:
             query = query * rope[2][None]
         if config.query_scale is not None:
             # Attention divides by the square root of head_dim.
             query = query * (config.query_scale * config.head_dim**0.5)
         return query, key, value, gate
+
+    def _normed_apart(self, query: Array, key: Array) -> tuple[Array, Array]:
+        return self._normed("query_norm", query), self._normed("key_norm", key)
+
+    def _normed_together(self, query: Array, key: Array) -> tuple[Array, Array]:
+        """Normalizes each head, like `_normed_apart`. On a GPU, one kernel then computes all sums of a decoding step."""
+        both = jnp.concatenate([query, key])
+        factors = jax.lax.rsqrt(jnp.mean(both * both, axis=1, keepdims=True) + self.config.norm_eps)
+        weights = (
+            _offset(self.config, norm[...])[None, :, None] for norm in (self.query_norm, self.key_norm)
+        )
+        parts = zip((query, key), jnp.split(factors, [len(query)]), weights, strict=True)
+        normed, others = (part * factor * weight for part, factor, weight in parts)
+        return normed, others
 
     def _bias(self, name: str) -> Array:
         return rounded(getattr(self, f"{name}_bias")[...], self.compute_dtype)[..., None]
@@ -313,7 +326,7 @@ class Block(nnx.Module):
 
         normed = inner(self._normed("attention_norm", x) if before else x)
         attended, kept = self._attended(normed, rope, attend)
-        x = added(x, "output", self._project("output", attended, ("embed", "heads")))
+        x = added(x, "output", *self._project(("output",), attended))
         y = self._normed("mlp_norm", x) if before else x
         if self.config.experts is not None:
             scores = self.layout.inner(self._scores(y), "float32")
@@ -327,12 +340,11 @@ class Block(nnx.Module):
             return added(x, "down", self.layout.experts(*given)), kept, own
         y = inner(y)
 
-        def hidden(name: str) -> Array:
-            product = self._project(name, y, ("mlp", "embed"))
-            return product + self._bias(name) if self.config.mlp_bias else product
-
-        gated = _ACTIVATIONS[self.config.activation](hidden("gate")) * hidden("up")
-        return added(x, "down", self._project("down", gated, ("embed", "mlp"))), kept, None
+        gate, up = self._project(OF_MLP, y)
+        if self.config.mlp_bias:
+            gate, up = gate + self._bias("gate"), up + self._bias("up")
+        gated = _ACTIVATIONS[self.config.activation](gate) * up
+        return added(x, "down", *self._project(("down",), gated)), kept, None
 
     def _scores(self, y: Float[Array, "embed part"]) -> Float[Array, "experts part"]:
         """Returns the router's scores in float32, whatever the compute dtype is, because the choice must not depend on rounding."""
@@ -340,29 +352,40 @@ class Block(nnx.Module):
         operands = self.router[...].astype(wide), y.astype(wide)
         return jnp.einsum("ei,it->et", *operands, precision=jax.lax.Precision.HIGHEST)
 
-    def _project(self, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]) -> Array:
-        """Multiplies `x` by the weight `name`, and adds the contribution of its adapter, if there is one.
+    def _project(self, names: Sequence[str], x: Float[Array, "inputs tokens"]) -> list[Array]:
+        """Multiplies `x` by the weights `names`, and adds the contribution of their adapters. The weights may be joined.
 
-        The result is named so that a `jax.checkpoint` policy can select it. `axes` are the weight's logical axes; the product sums over the last axis.
+        The results are named so that a `jax.checkpoint` policy can select them.
         """
-        spec = "hde,et->hdt" if len(axes) == 3 else "oi,it->ot"
-        weight, in_parts = getattr(self, name)[...], self.layout.in_parts(axes[-1])
-        if name == "output":
+        products = dict(zip(names, self._products(names, x), strict=True))
+        if adapted := [name for name in names if hasattr(self, f"{name}_{LORA_PARTS[0]}")]:
+            assert self.config.lora is not None
+            first, second = ([f"{name}_{part}" for name in adapted] for part in LORA_PARTS)
+            for name, low, b in zip(adapted, self._products(first, x), second, strict=True):
+                products[name] = products[name] + self._product(b, low) * self.config.lora.scale
+        return [checkpoint_name(each, "projection") for each in products.values()]
+
+    def _products(self, names: Sequence[str], x: Float[Array, "inputs tokens"]) -> list[Array]:
+        whole = getattr(self, names[0]).get_value()
+        if isinstance(whole, Joined):
+            return whole.split(self._product(names[0], x))
+        return [self._product(name, x) for name in names]
+
+    def _product(self, name: str, x: Float[Array, "inputs tokens"]) -> Array:
+        """Multiplies `x` by one weight. Its logical axes state the dimensions that the product sums over (see `output_dimensions`)."""
+        variable = getattr(self, name)
+        weight, axes = variable.get_value(), variable.get_metadata()["axes"]
+        weight, outputs = weight.whole if isinstance(weight, Joined) else weight, output_dimensions(axes).stop
+        if len(axes) > outputs + 1:
             # If heads and head_dim were separate axes, XLA would transpose the weight in every call.
             weight = weight.reshape(len(weight), -1)
-        result = self._product(spec, weight, x, axes, in_parts=in_parts)
-        if hasattr(self, f"{name}_{LORA_PARTS[0]}"):
-            assert self.config.lora is not None
-            a, b = (getattr(self, f"{name}_{part}")[...] for part in LORA_PARTS)
-            result = result + lora_delta(self._product, spec, a, b, x, axes, scale=self.config.lora.scale)
-        return checkpoint_name(result, "projection")
-
-    def _product(
-        self, spec: str, weight: Array | Quantized, x: Array, axes: tuple[str, ...], *, in_parts: bool = False
-    ) -> Array:
-        return product(
-            spec, weight, x, self.compute_dtype, self.layout.weight_sharding(axes), in_parts=in_parts
+        # Results of adapters are small, so their partial sums are added in float32.
+        in_parts = "rank" not in axes and self.layout.in_parts(axes[outputs])
+        spec, sharding = (
+            "hdi,it->hdt" if outputs == 2 else "oi,it->ot",
+            self.layout.weight_sharding(axes[: outputs + 1]),
         )
+        return product(spec, weight, x, self.compute_dtype, sharding, in_parts=in_parts)
 
 
 class EmbeddingAndHead(nnx.Module):
