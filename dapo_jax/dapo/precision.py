@@ -6,9 +6,8 @@ stay in float32, which makes the numerical difference between sampler and traine
 """
 
 import re
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,35 +130,30 @@ def capped(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _einsum(
-    spec: str, left: Array, right: Array, dtype: str, in_parts: bool = False, *, turned: bool = False
-) -> Array:
+def _einsum(spec: str, left: Array, right: Array, dtype: str, in_parts: bool = False, turned: bool = False) -> Array:  # fmt: skip
     """Computes an einsum. If `turned`, a GPU stores the result with its last index first, as it stores the residual stream."""
     wide = _wide(dtype)
 
-    def narrow(left: Array, right: Array, einsum: Callable[..., Array] = jnp.einsum) -> Array:
+    def narrow(left: Array, right: Array, spec: str = spec) -> Array:
         # The compiler adds the devices' partial sums in the dtype of the result. Each device accumulates its partial sum in float32.
         result = np.dtype(dtype) if in_parts else wide
-        return einsum(spec, left.astype(dtype), right.astype(dtype), preferred_element_type=result).astype(
-            wide
-        )
+        return jnp.einsum(
+            spec, left.astype(dtype), right.astype(dtype), preferred_element_type=result
+        ).astype(wide)
+
+    def last_first(left: Array, right: Array) -> Array:
+        first, second, out = re.split(",|->", spec)
+        # XLA would turn a product of two dimensions around.
+        made = narrow(right, left[None], f"{second},z{first}->{out[-1]}z{out[:-1]}")
+        return jnp.moveaxis(made, 0, -1)[0]
 
     def in_full(left: Array, right: Array) -> Array:
         return jnp.einsum(spec, left.astype(wide), right.astype(wide))
 
     if np.dtype(dtype) == wide:
         return in_full(left, right)
-    gpu = partial(narrow, einsum=_turned) if turned else narrow
+    gpu = last_first if turned else narrow
     return lax.platform_dependent(left, right, cpu=in_full, cuda=gpu, default=narrow)
-
-
-def _turned(spec: str, left: Array, right: Array, *, preferred_element_type: Any) -> Array:
-    """Computes an einsum whose result XLA stores with the last index first."""
-    first, second, out = re.split(",|->", spec)
-    # XLA would turn the product around if it had two dimensions.
-    spec = f"{second},z{first}->{out[-1]}z{out[:-1]}"
-    made = jnp.einsum(spec, right, left[None], preferred_element_type=preferred_element_type)
-    return jnp.moveaxis(made, 0, -1)[0]
 
 
 def _wide(dtype: str) -> np.dtype:

@@ -30,7 +30,7 @@ from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.experts import chosen, mixture
 from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, empty, over_rows
-from dapo_jax.models.joined import OF_ATTENTION, OF_MLP, Joined
+from dapo_jax.models.joined import OF_ATTENTION, OF_MLP, split
 from dapo_jax.models.layout import Layout, output_dimensions
 from dapo_jax.models.lora import LORA_PARTS, adapted_in, adapter
 from dapo_jax.models.presets import DecoderConfig
@@ -214,25 +214,18 @@ class Block(nnx.Module):
         self.delta_norm = _filled(1.0, (sizes.value_dim,), ("norm",))
         self.output = _weight(rngs, (embed, *values), ("embed", *of_values), sizes.outputs * writers)
 
-    def _mixed(self, x: Float[Array, "embed tokens"]) -> tuple[Mixed, Float[Array, "heads dim tokens"]]:
-        """Returns the inputs of the recurrence of a Gated DeltaNet layer, and the gate of its output."""
-        query, key, value, gate, write, forget = self._project(OF_ATTENTION, x)
-        steps = jax.nn.softplus(forget + self.step_bias[...][:, None])
-        return Mixed(
-            query, key, value, -jnp.exp(self.decay[...])[:, None] * steps, jax.nn.sigmoid(write),
-            (self.query_conv[...], self.key_conv[...], self.value_conv[...]),
-        ), gate  # fmt: skip
-
     def _attended(
         self, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "features tokens"], Any]:
         """Returns the input of the output projection, and the second result of `attend`."""
         if self.delta:
-            mixed, gate = self._mixed(x)
-            out, kept = attend(mixed)
-            out = jax.vmap(rms_norm, in_axes=(0, None, None))(
-                out, self.delta_norm[...], self.config.norm_eps
-            ) * jax.nn.silu(gate)
+            query, key, value, gate, write, forget = self._project(OF_ATTENTION, x)
+            steps = jax.nn.softplus(forget + self.step_bias[...][:, None])
+            decay = -jnp.exp(self.decay[...])[:, None] * steps
+            filters = self.query_conv[...], self.key_conv[...], self.value_conv[...]
+            out, kept = attend(Mixed(query, key, value, decay, jax.nn.sigmoid(write), filters))
+            per_head = jax.vmap(rms_norm, in_axes=(0, None, None))
+            out = per_head(out, self.delta_norm[...], self.config.norm_eps) * jax.nn.silu(gate)
             return out.reshape(-1, out.shape[2]), kept
         query, key, value, gate = self._queries_keys_values(x, rope)
         out, kept = attend(query, key, value)
@@ -248,24 +241,23 @@ class Block(nnx.Module):
         """Returns queries, keys, values, and the gate before its sigmoid if there is one. RoPE is applied to queries and keys."""
         config = self.config
         query, key, value = self._project(OF_ATTENTION[:3], x)
-        gate = None
-        if config.attention_gate:
-            query, gate = jnp.split(query, 2, axis=1)
+        query, gate = jnp.split(query, 2, axis=1) if config.attention_gate else (query, None)
         if config.qkv_bias:
             query, key, value = (
                 part + self._bias(name) for part, name in ((query, "query"), (key, "key"), (value, "value"))
             )
         if config.qk_norm != "none" and not config.qk_norm_after_rope:
-            one_kernel = config.qk_norm == "head" and isinstance(self.query.get_value(), Joined)
-            how = {"cuda": self._normed_together} if one_kernel else {}
-            query, key = jax.lax.platform_dependent(query, key, **how, default=self._normed_apart)
-        if config.clip_qkv is not None:
-            query, key, value = (
-                jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (query, key, value)
-            )
+            # Several devices would exchange heads to compute the norms together.
+            if self.query.get_metadata("joined", None) and len(self.query.get_value()) == 1:
+                kernel = partial(self._heads_normed, together=True)
+                query, key = jax.lax.platform_dependent(query, key, cuda=kernel, default=self._heads_normed)
+            else:
+                query, key = self._heads_normed(query, key)
+        if (most := config.clip_qkv) is not None:
+            query, key, value = (jnp.clip(part, -most, most) for part in (query, key, value))
         query, key = rotary(query, rope), rotary(key, rope)
         if config.qk_norm_after_rope:
-            query, key = self._normed_apart(query, key)
+            query, key = self._heads_normed(query, key)
         if config.query_growth is not None:
             query = query * rope[2][None]
         if config.query_scale is not None:
@@ -273,19 +265,15 @@ class Block(nnx.Module):
             query = query * (config.query_scale * config.head_dim**0.5)
         return query, key, value, gate
 
-    def _normed_apart(self, query: Array, key: Array) -> tuple[Array, Array]:
-        return self._normed("query_norm", query), self._normed("key_norm", key)
-
-    def _normed_together(self, query: Array, key: Array) -> tuple[Array, Array]:
-        """Normalizes each head, like `_normed_apart`. On a GPU, one kernel then computes all sums of a decoding step."""
+    def _heads_normed(self, query: Array, key: Array, *, together: bool = False) -> tuple[Array, Array]:
+        """Normalizes queries and keys. `together`: one kernel of a GPU computes the sums of all heads."""
+        if not together or self.config.qk_norm != "head":
+            return self._normed("query_norm", query), self._normed("key_norm", key)
         both = jnp.concatenate([query, key])
         factors = jax.lax.rsqrt(jnp.mean(both * both, axis=1, keepdims=True) + self.config.norm_eps)
-        weights = (
-            _offset(self.config, norm[...])[None, :, None] for norm in (self.query_norm, self.key_norm)
-        )
-        parts = zip((query, key), jnp.split(factors, [len(query)]), weights, strict=True)
-        normed, others = (part * factor * weight for part, factor, weight in parts)
-        return normed, others
+        of_query, of_key = (_offset(self.config, norm[...]) for norm in (self.query_norm, self.key_norm))
+        query = query * factors[: len(query)] * of_query[None, :, None]
+        return query, key * factors[len(query) :] * of_key[None, :, None]
 
     def _bias(self, name: str) -> Array:
         return rounded(getattr(self, f"{name}_bias")[...], self.compute_dtype)[..., None]
@@ -332,11 +320,8 @@ class Block(nnx.Module):
             scores = self.layout.inner(self._scores(y), "float32")
             own, used, factors = chosen(scores, self.config.experts, routes)
             matrices = self.gate[...], self.up[...], self.down[...]
-            how: dict[str, Any] = {
-                "activation": _ACTIVATIONS[self.config.activation],
-                "dtype": self.compute_dtype,
-            }
-            given = partial(mixture, **how), inner(y), factors, used, matrices, self.compute_dtype
+            mix = partial(mixture, activation=_ACTIVATIONS[self.config.activation], dtype=self.compute_dtype)
+            given = mix, inner(y), factors, used, matrices, self.compute_dtype
             return added(x, "down", self.layout.experts(*given)), kept, own
         y = inner(y)
 
@@ -362,30 +347,28 @@ class Block(nnx.Module):
             assert self.config.lora is not None
             first, second = ([f"{name}_{part}" for name in adapted] for part in LORA_PARTS)
             for name, low, b in zip(adapted, self._products(first, x), second, strict=True):
-                products[name] = products[name] + self._product(b, low) * self.config.lora.scale
+                products[name] = products[name] + self._products([b], low)[0] * self.config.lora.scale
         return [checkpoint_name(each, "projection") for each in products.values()]
 
     def _products(self, names: Sequence[str], x: Float[Array, "inputs tokens"]) -> list[Array]:
-        whole = getattr(self, names[0]).get_value()
-        if isinstance(whole, Joined):
-            return whole.split(self._product(names[0], x))
-        return [self._product(name, x) for name in names]
-
-    def _product(self, name: str, x: Float[Array, "inputs tokens"]) -> Array:
-        """Multiplies `x` by one weight. Its logical axes state the dimensions that the product sums over (see `output_dimensions`)."""
-        variable = getattr(self, name)
-        weight, axes = variable.get_value(), variable.get_metadata()["axes"]
-        weight, outputs = weight.whole if isinstance(weight, Joined) else weight, output_dimensions(axes).stop
-        if len(axes) > outputs + 1:
-            # If heads and head_dim were separate axes, XLA would transpose the weight in every call.
-            weight = weight.reshape(len(weight), -1)
-        # Results of adapters are small, so their partial sums are added in float32.
-        in_parts = "rank" not in axes and self.layout.in_parts(axes[outputs])
-        spec, sharding = (
-            "hdi,it->hdt" if outputs == 2 else "oi,it->ot",
-            self.layout.weight_sharding(axes[: outputs + 1]),
-        )
-        return product(spec, weight, x, self.compute_dtype, sharding, in_parts=in_parts)
+        """Multiplies `x` by parameters. Their logical axes state the dimensions that a product sums over (see `output_dimensions`)."""
+        products = []
+        for variable in (getattr(self, name) for name in names):
+            weight, axes = variable.get_value(), variable.get_metadata()["axes"]
+            if weight is None:  # It is joined with an earlier matrix.
+                continue
+            outputs = output_dimensions(axes).stop
+            if len(axes) > outputs + 1:
+                # If heads and head_dim were separate axes, XLA would transpose the weight in every call.
+                weight = weight.reshape(len(weight), -1)
+            sharding = self.layout.weight_sharding(axes[: outputs + 1])
+            # Results of adapters are small, so their partial sums are added in float32.
+            in_parts = "rank" not in axes and self.layout.in_parts(axes[outputs])
+            spec = "hdi,it->hdt" if outputs == 2 else "oi,it->ot"
+            made = product(spec, weight, x, self.compute_dtype, sharding, in_parts=in_parts)
+            shapes = variable.get_metadata("joined", None)
+            products += [made] if shapes is None else split(made, shapes)
+        return products
 
 
 class EmbeddingAndHead(nnx.Module):

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from dapo_jax.dapo.quantization import Quantized
-from dapo_jax.models.joined import Joined
 from dapo_jax.models.tensors import Cut, Rows, Shape
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.together import Together, meet
@@ -47,8 +45,6 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
     """
 
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
-        if isinstance(leaf, nnx.Variable) and isinstance(parts := leaf.get_value(), Joined):
-            return leaf.replace(replace(parts, whole=place(path, leaf.replace(parts.whole)).get_value()))
         if isinstance(leaf, nnx.Variable) and isinstance(parts := leaf.get_value(), Quantized):
             values = place(path, leaf.replace(parts.values)).get_value()
             cut = zip(parts.scale.shape, values.spec, strict=True)

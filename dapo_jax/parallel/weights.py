@@ -77,9 +77,7 @@ class WeightTransfer:
         self._source = shardings(shapes, meshes.train)
         self._target = shardings(shapes, meshes.publish, SAMPLER_RULES)
         self._join = partial(joined, parts=meshes.sampler.shape["tensor"]) if join else lambda part: part
-        shapes = jax.eval_shape(
-            lambda parts: {name: self._join(part) for name, part in parts.items()}, shapes
-        )
+        shapes = {name: jax.eval_shape(self._join, part) for name, part in shapes.items()}
         made = shardings(shapes, meshes.publish, SAMPLER_RULES)
         self._sampler = shardings(shapes, meshes.sampler, SAMPLER_RULES)
         out = jax.tree.map(_shaped, shapes, self._sampler)

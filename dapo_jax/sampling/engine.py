@@ -204,13 +204,9 @@ class DecoderEngine:
         self._none_paused = jax.jit(self._none_paused_program, out_shardings=held)
         self._paused = jax.jit(self._paused_program, donate_argnums=0, out_shardings=held)
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
+        generate = partial(jax.jit, self._generate_program, donate_argnums=1, out_shardings=(state, whole))
         options = DECODING_OPTIONS if self._fixed_steps else (None, None)
-        self._generate = tuple(
-            jax.jit(
-                self._generate_program, donate_argnums=1, out_shardings=(state, whole), compiler_options=each
-            )
-            for each in options
-        )
+        self._generate = [generate(compiler_options=each) for each in options]
 
     def init_decode_state(self) -> DecodeState:
         return self._init()
@@ -304,12 +300,10 @@ class DecoderEngine:
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
         positions = jax.ShapeDtypeStruct((self.capacity,), jnp.int32)
         rope = self._angles.eval_shape(positions, self._config)
-        programs, prefixes = self._read.programs(params, again=again)
+        (programs, prefixes), decode = self._read.programs(params, again=again), self._generate_with(params)
         made = {
             "init": self._init.lower,
-            "generate": partial(
-                self._generate_with(params).lower, params, state, rope, decoding, number, tables, column
-            ),
+            "generate": partial(decode.lower, params, state, rope, decoding, number, tables, column),
             "release": partial(self._release.lower, state, column, number),
             **programs,
         }

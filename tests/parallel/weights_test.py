@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dapo_jax.models.joined import OF_ATTENTION, OF_MLP, Joined
+from dapo_jax.models.joined import OF_ATTENTION, OF_MLP, split
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
@@ -31,16 +31,13 @@ def eight_devices():
 
 def separate(layer):
     """The values of a layer's parameters by name, with joined matrices taken apart."""
-    found = nnx.to_pure_dict(layer)
-    for first, value in list(found.items()):
-        if isinstance(value, Joined):
-            names = [
-                first,
-                *(name for name in found if found[name] is None and (name in OF_MLP) == (first in OF_MLP)),
-            ]
-            names.sort(key=(*OF_ATTENTION, *OF_MLP).index)
-            leaves, tree = jax.tree.flatten(value.whole)
-            apart = zip(*(value.split(leaf) for leaf in leaves), strict=True)
+    found = {name: variable.get_value() for name, variable in layer.items()}
+    for first, variable in layer.items():
+        if shapes := variable.get_metadata("joined", None):
+            group = OF_ATTENTION if first in OF_ATTENTION else OF_MLP
+            leaves, tree = jax.tree.flatten(found[first])
+            apart = zip(*(split(leaf, shapes) for leaf in leaves), strict=True)
+            names = [name for name in group if name in layer]
             found |= dict(zip(names, (jax.tree.unflatten(tree, each) for each in apart), strict=True))
     return found
 
@@ -76,9 +73,9 @@ def test_the_transfer_between_shardings_is_exact(eight_devices):
     # [mlp 48, embed 32]: the trainer has it cut both ways, the sampler along mlp alone, each half joined with the same half of `up`.
     assert params["blocks"]["gate"][...].sharding.shard_shape((2, 48, 32)) == (2, 24, 16)
     joined = weights["layers"][0]["gate"].get_value()
-    assert joined.whole.sharding.shard_shape(joined.whole.shape) == (1, 2 * 24, 32)
+    assert joined.sharding.shard_shape(joined.shape) == (1, 2 * 24, 32)
     gate, up = (nnx.to_pure_dict(params)["blocks"][name][0] for name in OF_MLP)
-    np.testing.assert_array_equal(joined.whole[1], np.concatenate([gate[24:], up[24:]]))
+    np.testing.assert_array_equal(joined[1], np.concatenate([gate[24:], up[24:]]))
     assert [weights["layers"][0][name].get_value() for name in ("key", "value", "up")] == [None] * 3
 
 
