@@ -247,7 +247,6 @@ class Block(nnx.Module):
                 part + self._bias(name) for part, name in ((query, "query"), (key, "key"), (value, "value"))
             )
         if config.qk_norm != "none" and not config.qk_norm_after_rope:
-            # Several devices would exchange heads to compute the norms together.
             if self.query.get_metadata("joined", None) and len(self.query.get_value()) == 1:
                 kernel = partial(self._heads_normed, together=True)
                 query, key = jax.lax.platform_dependent(query, key, cuda=kernel, default=self._heads_normed)
@@ -266,7 +265,7 @@ class Block(nnx.Module):
         return query, key, value, gate
 
     def _heads_normed(self, query: Array, key: Array, *, together: bool = False) -> tuple[Array, Array]:
-        """Normalizes queries and keys. `together`: one kernel of a GPU computes the sums of all heads."""
+        """Normalizes queries and keys. `together`: one kernel of a GPU computes the sums of all heads. Several devices would have to exchange heads."""
         if not together or self.config.qk_norm != "head":
             return self._normed("query_norm", query), self._normed("key_norm", key)
         both = jnp.concatenate([query, key])

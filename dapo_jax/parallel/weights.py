@@ -27,7 +27,7 @@ from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, 
 from dapo_jax.parallel.together import Together
 
 SamplerWeights = dict[str, PyTree]
-"""The sampler's weights. `layers` is a tuple with the state of each block. `ends` contains the embedding, the final norm and the unembedding."""
+"""The sampler's weights. `layers` is a tuple with the state of each block, in which matrices are joined (see `models.joined`). `ends` contains the embedding, the final norm and the unembedding."""
 
 
 def both_on(mesh: Mesh) -> Meshes:

@@ -19,7 +19,7 @@ from dapo_jax.sampling.engine import DecoderEngine
 
 pytest.importorskip("jax_cuda12_plugin", reason="the extra cuda-plan")
 
-QWEN3, SLOTS, CAPACITY, STEPS = preset("qwen3-0.6b"), 256, 384, 16
+QWEN3, SLOTS, CAPACITY, STEPS, MIB = preset("qwen3-0.6b"), 256, 384, 16, 2**20
 FREE = (
     "parameter constant tuple get-tuple-element bitcast after-all copy-done async-done optimization-barrier"
 )
@@ -55,12 +55,12 @@ def compiled(layers, kind="plain"):
 
 
 def copies(text):
-    """The instructions that copy a matrix or join several: copies and concatenations of at least 1 MiB in the dtype of the weights, without the cache."""
-    found = re.findall(r"= ((bf16|s8)\[([\d,]+)\]\S*) (copy|concatenate)\(", text)
-    sizes = {"bf16": 2, "s8": 1}
+    """The instructions that copy or join arrays of at least 1 MiB in the dtype of the weights, without the cache, or of 64 MiB in float32."""
+    found = re.findall(r"= ((bf16|s8|f32)\[([\d,]+)\]\S*) (copy|concatenate)\(", text)
+    bytes_of, least = {"bf16": 2, "s8": 1, "f32": 4}, {"bf16": MIB, "s8": MIB, "f32": 64 * MIB}
     return [
         (kind, operation) for kind, dtype, shape, operation in found
-        if math.prod(map(int, shape.split(","))) * sizes[dtype] >= 2**20 and f",64,{QWEN3.head_dim}]" not in kind
+        if math.prod(map(int, shape.split(","))) * bytes_of[dtype] >= least[dtype] and f",64,{QWEN3.head_dim}]" not in kind
     ]  # fmt: skip
 
 
