@@ -64,6 +64,7 @@ PARTS = {
     "decoder.py:EmbeddingAndHead.logits": "unembedding",
     "decoder.py:EmbeddingAndHead.unembedding": "unembedding",
     "decoder.py:EmbeddingAndHead.embed": "embedding",
+    "joined.py": "products with the layers' weights",
     "logprobs.py": "unembedding and log-probabilities",
     "losses.py": "objective",
     "decoder.py:Decoder.__call__": "scan over layers, residuals",

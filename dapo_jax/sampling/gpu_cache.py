@@ -103,8 +103,9 @@ def extend(
             f"the keys of a layer have {cache.keys.size:,} bytes on a device, and the kernel for GPUs can address {2**31:,} in {kept.name}: "
             f"set sampling.cache_tokens to at most {2**31 // (kv_heads * head_dim)} per device of the axes data and fsdp"
         )
-    (key, key_scale), (value, value_scale) = stored(key, kept.name), stored(value, kept.name)
-    new = jax.tree.map(lambda part: jnp.moveaxis(part, -1, 0), LayerCache(key, value, key_scale, value_scale))
+    # The new keys and values, and their scales, are one array each, so that XLA computes both in one kernel.
+    both = stored(key, kept.name), stored(value, kept.name)
+    new = jax.tree.map(lambda *pair: jnp.moveaxis(jnp.stack(pair), -1, 1), *both)
     scaled = (query * head_dim**-0.5).reshape(kv_heads, -1, head_dim, slots).transpose(3, 0, 1, 2)
     width = max(64, pl.next_power_of_2(head_dim))
     block = min(page_tokens, max(SMALLEST_PAGE, _BLOCK_BYTES // (2 * width * kept.itemsize)))
@@ -124,7 +125,7 @@ def extend(
         in_specs=jax.tree.map(lambda _: anywhere, arguments),
         out_specs=jax.tree.map(lambda _: anywhere, results),
         out_shape=results,
-        input_output_aliases={3 + pools + place: 2 + place for place in range(pools)},
+        input_output_aliases={3 + pools // 2 + place: 2 + place for place in range(pools)},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="extend",
@@ -153,6 +154,7 @@ def _kernel(
     """
     from jax.experimental.pallas.triton import load, store
 
+    pairs, scales = new
     head, slot, part = (pl.program_id(axis) for axis in range(3))
     (parts, *_, group, head_dim), page_tokens, length = attended.shape, cache.keys.shape[2], lengths[slot]
     row, column = jnp.arange(max(16, pl.next_power_of_2(group))), jnp.arange(width)
@@ -174,7 +176,7 @@ def _kernel(
 
     def attend() -> None:
         queries = load(query.at[slot, head, *grid], mask=used, other=0)
-        own = [load(x.at[slot, head, column], mask=inside, other=zero) for x in (new.keys, new.values)]
+        own = [load(pairs.at[which, slot, head, column], mask=inside, other=zero) for which in (0, 1)]
 
         def add_block(step: Scalar, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             top, total, out, page = carry
@@ -199,11 +201,8 @@ def _kernel(
         top, total, out, _ = lax.fori_loop(begin, end, add_block, (*nothing, page_of(begin)))
         owns = (part == 0) & (length >= 0)
         own_key, own_value = (x.astype(jnp.float32) for x in own)
-        if new.key_scales is not None:
-            own_key, own_value = (
-                own_key * new.key_scales[slot, head],
-                own_value * new.value_scales[slot, head],
-            )
+        if scales is not None:
+            own_key, own_value = own_key * scales[0, slot, head], own_value * scales[1, slot, head]
         score = capped((queries.astype(jnp.float32) * own_key[None]).sum(1), cap)
         peak = jnp.where(owns, jnp.maximum(top, score), top)
         shrink, weight = jnp.exp2(_LOG2_E * (top - peak)), jnp.exp2(_LOG2_E * (score - peak))
@@ -214,9 +213,9 @@ def _kernel(
         page, place = page_of(lax.div(length, block)), lax.rem(length, page_tokens)
         for x, pool in zip(own, (grown.keys, grown.values), strict=True):
             store(pool.at[page, head, place, column], x, mask=inside & owns)
-        for x, pool in ((new.key_scales, grown.key_scales), (new.value_scales, grown.value_scales)):
-            if x is not None:
-                store(pool.at[page, head, place], x[slot, head], mask=owns)
+        for which, pool in enumerate((grown.key_scales, grown.value_scales)):
+            if scales is not None:
+                store(pool.at[page, head, place], scales[which, slot, head], mask=owns)
 
     if parts == 1:
         attend()
