@@ -191,8 +191,9 @@ def _multiplied(
         return _over_blocks(one, blank, sizes, block, [x.astype(wide)])
 
     def kernel(weight: Array, x: Array, sizes: Array) -> Array:
-        tiling = _tiles(len(x), len(sizes), inputs, outputs)
-        return gmm(x.astype(dtype), weight.astype(dtype), sizes, wide, tiling, transpose_rhs=not transposed)
+        tiling, turned = _tiles(len(x), len(sizes), inputs, outputs), _is_turned(*weight.shape[1:])
+        weight = weight.astype(dtype).mT if turned else weight.astype(dtype)
+        return gmm(x.astype(dtype), weight, sizes, wide, tiling, transpose_rhs=transposed == turned)
 
     def batched(weight: Array, x: Array, sizes: Array) -> Array:
         rows = x.astype(dtype).reshape(-1, block, inputs)
@@ -216,7 +217,9 @@ def _outer(left: Array, right: Array, sizes: Array, block: int, dtype: str) -> A
         return _over_blocks(one, blank, sizes, block, [left.astype(kind), right.astype(kind)], steps)
 
     def kernel(left: Array, right: Array, sizes: Array) -> Array:
-        tiling = _tiles(len(left), len(sizes), *widths)
+        if _is_turned(*widths):
+            return kernel(right, left, sizes).mT
+        tiling = _tiles(len(left), len(sizes), left.shape[1], right.shape[1])
         return tgmm(left.astype(dtype).T, right.astype(dtype), sizes, wide, tiling)
 
     # A GPU would wait for the host before each step of a loop without a fixed number of steps.
@@ -236,6 +239,15 @@ def _tiles(rows: int, experts: int, inputs: int, outputs: int) -> tuple[int, int
     large = rows % 512 == 0 and rows >= 512 * experts
     inner, outer = (min(1024, -(-size // 128) * 128) for size in (inputs, outputs))
     return 512 if large else 128, inner, outer
+
+
+def _is_turned(rows: int, columns: int) -> bool:
+    """Returns whether a TPU stores matrices [rows, columns] by columns. It pads the last stored dimension to a multiple of 128, and chooses the smaller size.
+
+    A kernel takes an array by rows, so such matrices are transposed for it, which moves no data. Otherwise, the compiler would copy them.
+    """
+    by_rows, by_columns = rows * -(-columns // 128), columns * -(-rows // 128)
+    return by_columns < by_rows
 
 
 def _expert_at(sizes: Array, row: Array) -> Array:
