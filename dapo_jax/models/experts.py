@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout as DeviceLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int, Integer
 
@@ -217,10 +219,11 @@ def _outer(left: Array, right: Array, sizes: Array, block: int, dtype: str) -> A
         return _over_blocks(one, blank, sizes, block, [left.astype(kind), right.astype(kind)], steps)
 
     def kernel(left: Array, right: Array, sizes: Array) -> Array:
-        if _is_turned(*widths):
-            return kernel(right, left, sizes).mT
+        if turned := _is_turned(*widths):
+            left, right = right, left
         tiling = _tiles(len(left), len(sizes), left.shape[1], right.shape[1])
-        return tgmm(left.astype(dtype).T, right.astype(dtype), sizes, wide, tiling)
+        out = tgmm(left.astype(dtype).T, right.astype(dtype), sizes, wide, tiling)
+        return out.mT if turned else out
 
     # A GPU would wait for the host before each step of a loop without a fixed number of steps.
     fixed = partial(looped, kind=dtype, steps=len(left) // block)
@@ -246,8 +249,15 @@ def _is_turned(rows: int, columns: int) -> bool:
 
     A kernel takes an array by rows, so such matrices are transposed for it, which moves no data. Otherwise, the compiler would copy them.
     """
-    by_rows, by_columns = rows * -(-columns // 128), columns * -(-rows // 128)
-    return by_columns < by_rows
+    return columns * -(-rows // 128) < rows * -(-columns // 128)
+
+
+def as_stored(x: Array) -> Array:
+    """Keeps the order in which a TPU stores an argument. For a result of a branch, the compiler would otherwise copy the argument to its default order."""
+    if x.ndim < 2 or not _is_turned(*x.shape[-2:]):
+        return x
+    order = DeviceLayout((*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+    return lax.platform_dependent(x, tpu=lambda x: with_layout_constraint(x, order), default=lambda x: x)
 
 
 def _expert_at(sizes: Array, row: Array) -> Array:
