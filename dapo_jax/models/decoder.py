@@ -45,8 +45,8 @@ RopeTables = tuple[Array, ...]
 WHOLE = Layout()
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
-    # Reshapes are not stored, because they include a copy of a weight in each layer.
-    "none": lambda primitive, *_, **__: primitive is not jax.lax.reshape_p,
+    # Reshapes and orders in memory (`as_stored`) are not stored, because they include a copy of a weight in each layer.
+    "none": lambda primitive, *_, **__: primitive.name not in ("reshape", "layout_constraint"),
     "full": None,
     "dots": jax.checkpoint_policies.save_only_these_names("projection"),
 }

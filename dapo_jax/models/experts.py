@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout as DeviceLayout
-from jax.experimental.layout import with_layout_constraint
+from jax.experimental import layout as memory
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int, Integer
 
@@ -219,8 +218,7 @@ def _outer(left: Array, right: Array, sizes: Array, block: int, dtype: str) -> A
         return _over_blocks(one, blank, sizes, block, [left.astype(kind), right.astype(kind)], steps)
 
     def kernel(left: Array, right: Array, sizes: Array) -> Array:
-        if turned := _is_turned(*widths):
-            left, right = right, left
+        left, right = (right, left) if (turned := _is_turned(*widths)) else (left, right)
         tiling = _tiles(len(left), len(sizes), left.shape[1], right.shape[1])
         out = tgmm(left.astype(dtype).T, right.astype(dtype), sizes, wide, tiling)
         return out.mT if turned else out
@@ -245,10 +243,7 @@ def _tiles(rows: int, experts: int, inputs: int, outputs: int) -> tuple[int, int
 
 
 def _is_turned(rows: int, columns: int) -> bool:
-    """Returns whether a TPU stores matrices [rows, columns] by columns. It pads the last stored dimension to a multiple of 128, and chooses the smaller size.
-
-    A kernel takes an array by rows, so such matrices are transposed for it, which moves no data. Otherwise, the compiler would copy them.
-    """
+    """Returns whether a TPU stores matrices [rows, columns] by columns, with less padding to 128. A kernel gets their transpose, which needs no copy."""
     return columns * -(-rows // 128) < rows * -(-columns // 128)
 
 
@@ -256,8 +251,9 @@ def as_stored(x: Array) -> Array:
     """Keeps the order in which a TPU stores an argument. For a result of a branch, the compiler would otherwise copy the argument to its default order."""
     if x.ndim < 2 or not _is_turned(*x.shape[-2:]):
         return x
-    order = DeviceLayout((*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
-    return lax.platform_dependent(x, tpu=lambda x: with_layout_constraint(x, order), default=lambda x: x)
+    order = memory.Layout((*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+    ordered = partial(memory.with_layout_constraint, layouts=order)
+    return lax.platform_dependent(x, tpu=ordered, default=lambda x: x)
 
 
 def _expert_at(sizes: Array, row: Array) -> Array:

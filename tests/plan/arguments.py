@@ -38,6 +38,8 @@ def copied_arguments(text: str) -> Iterator[tuple[str, int]]:
         if name in results or made.root or not moves(made):
             continue
         if any(inside[each].opcode == "parameter" for each in named(made.operands)):
-            result = made.type.removeprefix("(").split("}")[0] + "}" if made.opcode == "copy-start" else made.type
+            result = (
+                made.type.removeprefix("(").split("}")[0] + "}" if made.opcode == "copy-start" else made.type
+            )
             if "S(" not in result:
                 yield result, collectives.array_bytes(result)
