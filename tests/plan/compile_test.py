@@ -270,7 +270,10 @@ SIXTEEN_H100 = ["parallel.fsdp=2", "parallel.tensor=8", "batch.rows_per_microbat
     ],
 )
 def test_no_program_copies_an_argument_of_64_mib(name, slice, changes):
-    """The sampler's layers are separate arrays. A copy of a stack of four layers is counted as a copy of all layers."""
+    """The sampler's layers are separate arrays. A copy of a stack of four layers is counted as a copy of all layers.
+
+    The transfer of weights is excluded. It casts the embedding before it sends it, so that it sends half of the bytes.
+    """
     made, config = parse(slice), load_config(name, changes)
     if made.chip.target:
         pytest.importorskip("jax_cuda12_plugin", reason="the extra cuda-plan")
@@ -285,6 +288,8 @@ def test_no_program_copies_an_argument_of_64_mib(name, slice, changes):
     options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
     found = []
     for program, lower in programs.lowered().items():
+        if program.startswith("transfer"):
+            continue
         for kind, size in copied_arguments(lower().compile(compiler_options=options).as_text()):
             first = int(re.search(r"\[(\d*)", kind)[1] or 1)
             if size / first * stacks.get(first, first) > 2**26:
