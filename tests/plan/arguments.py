@@ -6,12 +6,12 @@ from dapo_jax.plan import collectives
 
 _NAMES = {"bitcast", "get-tuple-element", "copy-done", "opt-barrier", "tuple", "reshape"}
 """Instructions that give an array another name or shape."""
-_MOVES = _NAMES | {"parameter", "copy", "copy-start", "transpose", "convert", "reduce-precision"}
-"""Instructions that change nothing in an array except its layout and dtype."""
+_MOVES = _NAMES | {"parameter", "copy", "copy-start", "transpose"}
+"""Instructions that change only the layout of an array."""
 
 
 def copied_arguments(text: str) -> Iterator[tuple[str, int]]:
-    """Yields the type and the bytes of each whole argument that a program copies to another layout or dtype, in the same memory.
+    """Yields the type and the bytes of each whole argument that a program copies to another layout, in the same memory.
 
     A program holds such a copy in addition to the argument. A copy that is a result of the program is not counted. `text` is `compiled.as_text()`.
     """

@@ -249,6 +249,9 @@ def test_the_recipes_fit_their_slices(name, slice, responses):
 
 EIGHT_H100 = ["parallel.fsdp=2", "batch.rows_per_microbatch=2"]
 SIXTEEN_H100 = ["parallel.fsdp=2", "parallel.tensor=8", "batch.rows_per_microbatch=2"]
+# A chip has 288 of the 1,152 columns of the embedding, stored by columns. The loop over microbatches holds the table in bfloat16, and this copy is freed
+# before the loop: the compiler rounds the table by rows.
+COPIED = {"gsm8k_gemma3_1b": {"f32[262144,288]{1,0:T(8,128)}"}}
 
 
 # Slow: compiles every program of each plan in docs/results/plans, with four layers. tests/models/experts_test.py compiles one product.
@@ -270,10 +273,7 @@ SIXTEEN_H100 = ["parallel.fsdp=2", "parallel.tensor=8", "batch.rows_per_microbat
     ],
 )
 def test_no_program_copies_an_argument_of_64_mib(name, slice, changes):
-    """The sampler's layers are separate arrays. A copy of a stack of four layers is counted as a copy of all layers.
-
-    The transfer of weights is excluded. It casts the embedding before it sends it, so that it sends half of the bytes.
-    """
+    """The sampler's layers are separate arrays. A copy of a stack of four layers is counted as a copy of all layers."""
     made, config = parse(slice), load_config(name, changes)
     if made.chip.target:
         pytest.importorskip("jax_cuda12_plugin", reason="the extra cuda-plan")
@@ -288,13 +288,11 @@ def test_no_program_copies_an_argument_of_64_mib(name, slice, changes):
     options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
     found = []
     for program, lower in programs.lowered().items():
-        if program.startswith("transfer"):
-            continue
         for kind, size in copied_arguments(lower().compile(compiler_options=options).as_text()):
             first = int(re.search(r"\[(\d*)", kind)[1] or 1)
             if size / first * stacks.get(first, first) > 2**26:
                 found.append((program, kind))
-    assert found == []
+    assert {kind for _, kind in found} <= COPIED.get(name, set()), found
 
 
 # Slow: compiles a decode step of 64 layers for 256 chips.
