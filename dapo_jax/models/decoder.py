@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int, Integer
 from dapo_jax.dapo.precision import capped, product, rounded
 from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.rollouts import NO_ROUTE
-from dapo_jax.models.experts import chosen, mixture
+from dapo_jax.models.experts import as_stored, chosen, mixture
 from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, empty, over_rows
 from dapo_jax.models.joined import OF_ATTENTION, OF_MLP, split
 from dapo_jax.models.layout import Layout, output_dimensions
@@ -46,8 +46,8 @@ RopeTables = tuple[Array, ...]
 WHOLE = Layout()
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
-    # Reshapes are not stored, because they include a copy of a weight in each layer.
-    "none": lambda primitive, *_, **__: primitive is not jax.lax.reshape_p,
+    # Reshapes and orders in memory (`as_stored`) are not stored, because they include a copy of a weight in each layer.
+    "none": lambda primitive, *_, **__: primitive.name not in ("reshape", "layout_constraint"),
     "full": None,
     "dots": jax.checkpoint_policies.save_only_these_names("projection"),
 }
@@ -495,7 +495,7 @@ class Decoder(nnx.Module):
             graph, apart, stacked = nnx.split(blocks, lambda _, leaf: _is_tuple(leaf.get_value()), ...)
 
             def chosen(at: int) -> nnx.State:
-                return jax.tree.map(lambda arrays: arrays[at], apart, is_leaf=_is_tuple)
+                return jax.tree.map(lambda arrays: as_stored(arrays[at]), apart, is_leaf=_is_tuple)
 
             def layer(x: Array, given: tuple[Any, ...]) -> tuple[Array, dict[str, Array] | None]:
                 index, turn, window, weights, forced = given
