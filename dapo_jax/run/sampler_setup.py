@@ -176,6 +176,7 @@ def room_for_cache(
         dtype=dtype,
         turns=in_flight > 0 or sampling.batch_invariant or has_turns,
         beyond_gpu=decoder.beyond_gpu,
+        capacity=capacity,
     )
     if memory is None or sampling.cache_tokens or kind == "slots":
         return None

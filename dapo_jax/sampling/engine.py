@@ -136,7 +136,12 @@ class DecoderEngine:
         asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         leaves_slots = in_flight > 0 or batch_invariant or has_turns
         kind = cache or kind_for(
-            mesh, config.head_dim, **asked, turns=leaves_slots, beyond_gpu=config.beyond_gpu
+            mesh,
+            config.head_dim,
+            **asked,
+            turns=leaves_slots,
+            beyond_gpu=config.beyond_gpu,
+            capacity=capacity,
         )
         # Pages can stay outside the slots, but recurrent states cannot, so models with Gated DeltaNet re-prefill episodes between turns.
         parks = has_turns and not batch_invariant and config.delta is None

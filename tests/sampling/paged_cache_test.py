@@ -245,10 +245,11 @@ def test_prompts_are_written_to_pages_as_in_the_other_caches():
 
 
 def test_the_cache_is_the_one_for_the_meshs_platform():
-    """On CPU pages are slower than whole slots, so they are used only on request."""
+    """On a CPU, pages are slower than slots of up to 256 tokens, so they are used only on request or for longer slots."""
     mesh = make_mesh(devices=jax.devices("cpu")[:1])
     how = {"kv_heads": 2, "head_dim": 8, "cache_dtype": "float32", "compute_dtype": "float32"}
-    assert kind_for(mesh, 8) == "slots"
+    assert kind_for(mesh, 8) == kind_for(mesh, 8, capacity=256) == "slots"
+    assert kind_for(mesh, 8, capacity=257) == "pages"
     assert kind_for(mesh, 8, page_tokens=16) == kind_for(mesh, 8, cache_tokens=512) == "pages"
     assert cache_for("slots", mesh, slot_pages(4, 24), **how) is dense.DENSE
     sizes = sizes_for("tpu", mesh, holders=4, capacity=24)
