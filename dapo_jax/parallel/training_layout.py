@@ -36,7 +36,10 @@ ROWS = PartitionSpec(BATCH_AXES, "context")
 
 def layout_of(mesh: Mesh, *, attention: str = "xla") -> Layout:
     """Returns the layout for a mesh. For a single device without an attention kernel, this is the default `Layout`."""
-    return MeshLayout(mesh, attention) if mesh.size > 1 or attention != "xla" else Layout()
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if mesh.size > 1 or attention != "xla":
+        return MeshLayout(mesh, attention, by_blocks=on_cpu)
+    return Layout(by_blocks=on_cpu)
 
 
 @dataclass(frozen=True)
@@ -162,9 +165,10 @@ class MeshLayout(Layout):
             first = lax.axis_index("context") * own.shape[1] if parts > 1 else None
             if near is not None:
                 near = near[0], lax.all_gather(near[1], "context", axis=1, tiled=True)
-            out = row_attention(q, k, v, own, prefix, segments, first=first, near=near, cap=cap, dtype=dtype)
+            how: dict[str, Any] = {"near": near, "cap": cap, "dtype": dtype, "by_blocks": self.by_blocks}
+            out = row_attention(q, k, v, own, prefix, segments, first=first, **how)
         else:
-            how: dict[str, Any] = {"parts": parts, "interpret": self.attention == "splash_interpreted"}
+            how = {"parts": parts, "interpret": self.attention == "splash_interpreted"}
 
             def splash(window: int) -> Array:
                 heads, head_dim = q.shape[:2]

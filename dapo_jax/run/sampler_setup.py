@@ -174,6 +174,7 @@ def room_for_cache(
         cache_tokens=sampling.cache_tokens,
         dtype=dtype,
         turns=in_flight > 0 or sampling.batch_invariant or has_turns,
+        capacity=capacity,
     )
     if memory is None or sampling.cache_tokens or kind == "slots":
         return None

@@ -23,18 +23,28 @@ _MODULES: dict[Kind, Any] = {"slots": cache, "pages": cache, "tpu": tpu_cache, "
 DEFAULT_PAGE_TOKENS = {"tpu": 128}
 """Default number of tokens per page by platform; 64 on other platforms. The TPU default is the number of lanes in a register."""
 
+MOST_DENSE = 256
+"""Maximum capacity of a dense cache on a single CPU. A step reads a longer dense cache in chunks, whose copies take twice as long as reading pages."""
+
 
 def kind_for(
-    mesh: Mesh, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False
+    mesh: Mesh,
+    *,
+    page_tokens: int = 0,
+    cache_tokens: int = 0,
+    dtype: str = "float32",
+    turns: bool = False,
+    capacity: int = 0,
 ) -> Kind:
     """Returns the kind of cache for a mesh. `turns` is True if responses may leave their slots and keep their cached tokens. On CPU, the cache is paged
-    only if `turns` is True, a page or cache size is set, or the dtype is 8-bit."""
+    only if `turns` is True, a page or cache size is set, the dtype is 8-bit, or `capacity` is above `MOST_DENSE` on a single device."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
     if platform == "gpu" and not without_kernel(mesh, dtype):
         return "gpu"
     asked = page_tokens or cache_tokens or turns or dtype in cache.EIGHT_BITS
+    asked = asked or (capacity > MOST_DENSE and mesh.size == 1)
     return "slots" if platform == "cpu" and not asked else "pages"
 
 

@@ -137,7 +137,7 @@ class DecoderEngine:
         self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
         asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         leaves_slots = in_flight > 0 or batch_invariant or has_turns
-        kind = cache or kind_for(mesh, **asked, turns=leaves_slots)
+        kind = cache or kind_for(mesh, **asked, turns=leaves_slots, capacity=capacity)
         # Pages can stay outside the slots, but recurrent states cannot, so models with Gated DeltaNet re-prefill episodes between turns.
         parks = has_turns and not batch_invariant and config.delta is None
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)

@@ -241,10 +241,11 @@ def test_prompts_are_written_to_pages_as_in_the_other_caches():
 
 
 def test_the_cache_is_the_one_for_the_meshs_platform():
-    """On CPU pages are slower than whole slots, so they are used only on request."""
+    """On a CPU, pages are slower than slots of up to 256 tokens, so they are used only on request or for longer slots."""
     mesh = make_mesh(devices=jax.devices("cpu")[:1])
     how = {"kv_heads": 2, "head_dim": 8, "cache_dtype": "float32", "compute_dtype": "float32"}
-    assert kind_for(mesh) == "slots"
+    assert kind_for(mesh) == kind_for(mesh, capacity=256) == "slots"
+    assert kind_for(mesh, capacity=257) == "pages"
     assert kind_for(mesh, page_tokens=16) == kind_for(mesh, cache_tokens=512) == "pages"
     for accelerator, kind in ((GPU, "gpu"), (TPU, "tpu")):
         assert (kind_for(accelerator, dtype="int8"), without_kernel(accelerator, "int8")) == (kind, "")
