@@ -55,6 +55,7 @@ PARTS = {
     "cache.py:fill": "cache update",
     "decoding.py": "drawing tokens",
     "decoder.py:Block._product": "products with the layers' weights",
+    "decoder.py:Block._products": "products with the layers' weights",
     "decoder.py:Block._project": "products with the layers' weights",
     "decoder.py:Block._queries_keys_values": "activations, residuals",
     "decoder.py:Block.__call__": "activations, residuals",
