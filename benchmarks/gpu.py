@@ -1,7 +1,9 @@
 """Measures decoding and updates on one GPU relative to the GPU's limits, and compares them with vLLM and TRL: `python -m benchmarks.gpu`.
 
 The model has Qwen3-0.6B's shapes and random weights, so nothing is downloaded. The systems run one after another, each in its own
-process with exclusive use of the GPU. A system without an environment in `--peers` is skipped.
+process with exclusive use of the GPU. A system without an environment in `--peers` is skipped. Our system runs with the flags of a
+run, which give equal results (`repeatable`), and with kernels that XLA chooses by their measured times (`timed`). After `--minutes`,
+no further measurement starts, so the most important ones come first.
 
 A decode step takes at least as long as reading the weights and the cached keys and values once. The table shows this limit as a share
 of the measured time. For an update, it shows the share of peak FLOP/s that its matrix products reach (model FLOPs utilisation). Both
@@ -11,7 +13,9 @@ count the minimum work: prompts are counted once per group, and padding and reco
 import argparse
 import json
 import os
+import time
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -27,13 +31,15 @@ if TYPE_CHECKING:
 
 SYSTEMS = {"rollout": ("ours", "vllm"), "update": ("ours", "trl")}
 LIMITS = {"rollout": "memory bandwidth", "update": "FLOP/s"}
+FLAGS = {"repeatable": "true", "timed": "false"}
+"""Values of `--xla_gpu_exclude_nondeterministic_ops` for our system."""
 DTYPE = "bfloat16"
 VLLM = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.85, "skip_tokenizer_init": True}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measures every system, prints the table, and writes the JSON file."""
-    arguments = _arguments(words)
+    arguments, began = _arguments(words), time.monotonic()
     end_workers_on_sigterm()
     # Set before jax is imported. Our worker inherits the GPU settings of a run, but this process creates the model on the CPU.
     os.environ["JAX_PLATFORMS"] = arguments.platforms
@@ -45,25 +51,37 @@ def main(words: Sequence[str] | None = None) -> None:
     rows, results = list[list[str]](), dict[str, Any]()
     with TemporaryDirectory() as folder:
         write_model(Path(folder), decoder)
-        for what, names in SYSTEMS.items():
-            workload = _workload(what, folder, arguments)
-            for name in (name for name in names if name in arguments.systems):
-                found = _measured(name, what, workload, arguments)
-                if found is None:
-                    continue
-                card = card or found["card"]
-                least = least_seconds(what, workload, decoder, _chip(card))
-                share = [least / seconds for seconds in found["seconds"]]
-                results[f"{what}:{name}"] = {**found, "share": share}
-                tokens = [workload.tokens / seconds for seconds in found["seconds"]]
-                said = [report.spread(found["seconds"], 2), report.spread(tokens)]
-                rows.append(
-                    [what, name, *said, LIMITS[what], report.spread([100 * one for one in share], 1) + "%"]
-                )
-    header = ["what", "system", "seconds, median (range)", "response tokens/s", "limit", "share of the limit"]
+        for what, sizes, name, flags in _cases(arguments):
+            case = f"{what} {'x'.join(map(str, sizes))}:{name}{' timed' if flags == 'timed' else ''}"
+            if time.monotonic() - began > 60 * arguments.minutes:
+                print(f"{case} is left out: {arguments.minutes:g} minutes have passed", flush=True)
+                continue
+            workload = _workload(what, sizes, folder, arguments)
+            found = _measured(name, what, workload, arguments, flags)
+            if found is None:
+                continue
+            card = card or found["card"]
+            least = least_seconds(what, workload, decoder, _chip(card))
+            share = [least / seconds for seconds in found["seconds"]]
+            results[case] = {**found, "share": share}
+            tokens = [workload.tokens / seconds for seconds in found["seconds"]]
+            said = [report.spread(found["seconds"], 2), report.spread(tokens)]
+            peak = f"{found['peak_gib']:.1f}" if found["peak_gib"] else ""
+            limit = [LIMITS[what], report.spread([100 * one for one in share], 1) + "%"]
+            rows.append([*case.split(":"), *said, *limit, peak])
+    header = ["what", "system", "seconds, median (range)", "response tokens/s", "limit", "share of the limit", "peak GiB"]  # fmt: skip
     print(f"\n{arguments.size}, {DTYPE}, card {card}\n\n" + report.table(header, rows))
     options = {name: str(value) for name, value in vars(arguments).items()}
     report.write(arguments.out / "gpu.json", {"options": options, "card": card, "results": results})
+
+
+def _cases(arguments: argparse.Namespace) -> list[tuple[str, tuple[int, ...], str, str]]:
+    """Returns the measurements as (what, sizes, system, flags). The first sizes of rollouts and updates come before the second, and our system before others."""
+    pairs = chain.from_iterable(zip_longest(*([(what, one) for one in getattr(arguments, what)] for what in SYSTEMS)))  # fmt: skip
+    measured = [pair for pair in pairs if pair is not None]
+    ours = [(*pair, "ours", flags) for pair in measured for flags in arguments.flags]
+    others = [(*pair, name, "") for pair in measured for name in SYSTEMS[pair[0]][1:]]
+    return [case for case in (*ours, *others) if case[2] in arguments.systems]
 
 
 def write_model(folder: Path, decoder: "DecoderConfig") -> None:
@@ -132,15 +150,18 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
         "--warmups", type=systems.positive, default=1, help="rounds before these, which compile"
     )
     parser.add_argument(
-        "--rollout", type=_sizes, default=(16, 16, 128, 256),
-        help="prompts, responses to each, tokens of a prompt, tokens of a response (default 16,16,128,256)",
+        "--rollout", type=_sizes, nargs="+", default=[(16, 16, 128, 256), (16, 64, 128, 256), (16, 4, 128, 256)],
+        help="prompts, responses to each, tokens of a prompt, tokens of a response (default 16,16,128,256 16,64,128,256 16,4,128,256: 256, 1,024 and 64 slots)",
     )  # fmt: skip
     parser.add_argument(
-        "--update", type=_sizes, default=(2, 8, 256, 768), help="the same (default 2,8,256,768)"
-    )
+        "--update", type=_sizes, nargs="+", default=[(2, 8, 384, 2000), (2, 8, 256, 768)],
+        help="the same (default 2,8,384,2000 2,8,256,768). Our system packs up to 8 responses and their prompt into a row: 16,384 tokens in the first",
+    )  # fmt: skip
     parser.add_argument(
-        "--rows-per-microbatch", type=int, default=8, help="responses in one forward and backward pass"
+        "--rows-per-microbatch", type=int, default=16, help="responses in one forward and backward pass"
     )
+    parser.add_argument("--flags", nargs="+", choices=tuple(FLAGS), default=list(FLAGS), help="flags of our system")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=9.0, help="time after which no further measurement starts")  # fmt: skip
     parser.add_argument("--card", help="name of the card (default: the device's card)")
     parser.add_argument("--platforms", default="cuda,cpu", help="JAX_PLATFORMS of our worker")
     parser.add_argument(
@@ -156,8 +177,8 @@ def _sizes(text: str) -> tuple[int, ...]:
     return found
 
 
-def _workload(what: str, folder: str, arguments: argparse.Namespace) -> Workload:
-    prompts, samples, prompt_tokens, new_tokens = getattr(arguments, what)
+def _workload(what: str, sizes: tuple[int, ...], folder: str, arguments: argparse.Namespace) -> Workload:
+    prompts, samples, prompt_tokens, new_tokens = sizes
     rows, for_training = arguments.rows_per_microbatch, {"for_training": True, "remat": "full"}
     return Workload(
         model=folder,
@@ -173,15 +194,19 @@ def _workload(what: str, folder: str, arguments: argparse.Namespace) -> Workload
 
 
 def _measured(
-    name: str, what: str, workload: Workload, arguments: argparse.Namespace
+    name: str, what: str, workload: Workload, arguments: argparse.Namespace, flags: str
 ) -> dict[str, Any] | None:
     """Returns a system's version and the seconds of each round. If the system is missing or fails, prints the reason and returns None."""
     venv = systems.SYSTEMS[name].venv
     if venv and not (python := arguments.peers.expanduser() / venv / "bin" / "python").exists():
         print(f"{name} is left out: {python} is missing; see benchmarks/README.md", flush=True)
         return None
+    environment = {"JAX_PLATFORMS": arguments.platforms}
+    if flags:
+        chosen = f"--xla_gpu_exclude_nondeterministic_ops={FLAGS[flags]}"
+        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {chosen}".strip()
     try:
-        worker, known = systems.start(name, workload, arguments, {"JAX_PLATFORMS": arguments.platforms})
+        worker, known = systems.start(name, workload, arguments, environment)
     except WorkerError as error:
         print(f"{name} is left out: {error}", flush=True)
         return None
@@ -196,8 +221,9 @@ def _measured(
                 raise WorkerError(
                     f"{name} returned responses of {sorted(set(lengths))} tokens, not {workload.new_tokens}"
                 )
-        card = worker.call("card").result if name == "ours" else None
-        return {**known, "card": card, "seconds": [answer.seconds for answer in answers[arguments.warmups :]]}
+        card, peak = (worker.call(each).result if name == "ours" else None for each in ("card", "peak_gib"))
+        seconds = [answer.seconds for answer in answers[arguments.warmups :]]
+        return {**known, "card": card, "peak_gib": peak, "seconds": seconds}
     except WorkerError as error:
         print(f"{name} is left out: {error}", flush=True)
         return None

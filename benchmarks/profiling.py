@@ -1,16 +1,20 @@
 """Measures where one rollout and one update spend their time: `python -m benchmarks.profiling MODEL`.
 
+MODEL is a folder, or a preset such as qwen3-0.6b, which gets random weights.
+
 JAX's profiler records when each operation of the compiled programs ran. XLA's dump of these programs shows from which function
 of this library an operation originates. Operations that run at the same time share the wall time, and time without any operation
 is attributed to the host, so the shares add up to 100%. A fusion is attributed to its matrix products, if it has any, otherwise to
 the function of its last part (`hlo_sources`). Reading weights from memory is attributed to the product that uses them. On a GPU,
-the operations are its kernels.
+the operations are its kernels. In a command buffer (CUDA graph), kernels do not have the name of their operation, so command
+buffers are switched off. The command also lists kernels and gaps, and refuses to print a table if too much time has no function.
 
 (The file is not called profile.py, because this name would shadow a module of Python.)
 """
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -20,7 +24,8 @@ from typing import Any
 
 from benchmarks import report, systems
 from benchmarks.hlo_sources import ANY, Source, Sources
-from benchmarks.trace import Slice, shares
+from benchmarks.trace import Slice, gaps, shares
+from dapo_jax.parallel import gpu_settings
 
 HOST, LOOPS, OTHER, CUBLAS = (
     "host: Python, transfers, waiting",
@@ -32,16 +37,25 @@ HOST, LOOPS, OTHER, CUBLAS = (
 GPU = "/device:GPU"
 """Prefix of the names of the profiler's GPU planes."""
 
+MOST = 0.1
+"""Maximum share of the time of operations whose function is unknown."""
+
+LISTED = 20
+"""Number of kernels in the printed list. The JSON file contains all kernels."""
+
 SMALL = 0.005
 """Parts with a smaller share are printed as one line. The JSON file contains all parts."""
 
 PARTS = {
     "attention.py": "attention",
+    "cudnn.py": "attention",
+    "gpu_cache.py": "attention",
     "cache.py:attend": "attention",
     "cache.py:append": "cache update",
     "cache.py:fill": "cache update",
     "decoding.py": "drawing tokens",
     "decoder.py:Block._product": "products with the layers' weights",
+    "decoder.py:Block._products": "products with the layers' weights",
     "decoder.py:Block._project": "products with the layers' weights",
     "decoder.py:Block._queries_keys_values": "activations, residuals",
     "decoder.py:Block.__call__": "activations, residuals",
@@ -51,6 +65,7 @@ PARTS = {
     "decoder.py:EmbeddingAndHead.logits": "unembedding",
     "decoder.py:EmbeddingAndHead.unembedding": "unembedding",
     "decoder.py:EmbeddingAndHead.embed": "embedding",
+    "joined.py": "products with the layers' weights",
     "logprobs.py": "unembedding and log-probabilities",
     "losses.py": "objective",
     "decoder.py:Decoder.__call__": "scan over layers, residuals",
@@ -66,12 +81,18 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "hlo"
-        # Set before jax is imported, because XLA reads it when it compiles the first program.
-        os.environ["XLA_FLAGS"] = (
-            f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
-        ).strip()
+        # Set before jax is imported, because XLA reads it when it compiles the first program. Other flags are the flags of a run.
+        gpu_settings.apply()
+        flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_gpu_enable_command_buffer="
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        from benchmarks.gpu import write_model
         from benchmarks.peers.ours import System
+        from dapo_jax.models.presets import PRESETS
 
+        if arguments.model in PRESETS:
+            (place := Path(folder) / "model").mkdir()
+            write_model(place, PRESETS[arguments.model])
+            arguments.model = str(place)
         for what in arguments.what:
             options = {"rows_per_microbatch": arguments.rows_per_microbatch, "remat": arguments.remat}
             training = {"for_training": True, **options} if what == "update" else {}
@@ -82,12 +103,13 @@ def main() -> None:
             start = time.perf_counter()
             run()
             plain = time.perf_counter() - start
-            results[what] = _profile(run, Path(folder) / what, Sources(dump))
+            results[what] = attributed(_recorded(run, Path(folder) / what), Sources(dump))
             results[what]["seconds_without_profiler"] = plain
-            _print(what, results[what])
             del system
     options = {name: str(value) for name, value in vars(arguments).items()}
     report.write(arguments.out / "profile.json", {"options": options, **results})
+    for what, result in results.items():
+        print(tables(what, result))
 
 
 def _arguments() -> argparse.Namespace:
@@ -100,8 +122,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _profile(run: Callable[[], Any], folder: Path, sources: Sources) -> dict[str, Any]:
-    """Calls `run` once under the profiler. Returns the seconds of each part, and the operations that take longest."""
+def _recorded(run: Callable[[], Any], folder: Path) -> Any:
+    """Calls `run` once under the profiler, and returns the recording."""
     import jax
 
     options = jax.profiler.ProfileOptions()
@@ -111,19 +133,33 @@ def _profile(run: Callable[[], Any], folder: Path, sources: Sources) -> dict[str
     with recording, jax.profiler.TraceAnnotation("measured"):
         run()
     [path] = folder.rglob("*.xplane.pb")
-    slices, span = _read(jax.profiler.ProfileData.from_file(str(path)))
-    taken = shares(slices, span)
+    return jax.profiler.ProfileData.from_file(str(path))
+
+
+def attributed(profile: Any, sources: Sources) -> dict[str, Any]:
+    """Returns the seconds of each part, and the kernels and the gaps of the measured run, longest first."""
+    slices, span = _read(profile)
     parts: dict[str, float] = defaultdict(float)
-    operations: dict[str, float] = defaultdict(float)
-    for (program, operation), seconds in taken.items():
-        if program is None:
-            parts[HOST if operation == "none" else LOOPS] += seconds
-            continue
-        source = sources.of(program, operation)
-        parts[_part(source, operation)] += seconds
-        operations[f"{operation} ({source.function or 'XLA'}; {program.partition('.')[2]})"] += seconds
-    longest = sorted(operations.items(), key=lambda item: -item[1])[:12]
-    return {"seconds": sum(parts.values()), "parts": dict(parts), "longest": dict(longest)}
+    for (program, operation), seconds in shares(slices, span).items():
+        known = program and _part(sources.of(program, operation), operation)
+        parts[known or (HOST if operation == "none" else LOOPS)] += seconds
+    calls: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for one in slices:
+        if one.end > span[0] and one.start < span[1] and not one.is_container:
+            function = sources.of(one.program, one.operation).function or "XLA"
+            calls[one.kernel or one.operation, one.operation, function].append((one.end - one.start) / 1e9)
+    names = ("kernel", "operation", "function")
+    kernels = [
+        dict(zip(names, key, strict=True)) | {"calls": len(times), "seconds": sum(times)}
+        for key, times in sorted(calls.items(), key=lambda item: -sum(item[1]))
+    ]
+    return {
+        "seconds": sum(parts.values()),
+        "parts": dict(parts),
+        "unattributed": (parts[OTHER] + parts[CUBLAS]) / sum(parts.values()),
+        "kernels": kernels,
+        "gaps": [vars(gap) for gap in gaps(slices, span)],
+    }
 
 
 def _part(source: Source, operation: str) -> str:
@@ -159,7 +195,8 @@ def _read(profile: Any) -> tuple[list[Slice], tuple[float, float]]:
                     program, name = ANY, event.name
                 else:
                     continue
-                slices.append(Slice(event.start_ns, event.start_ns + event.duration_ns, program, str(name)))
+                end = event.start_ns + event.duration_ns
+                slices.append(Slice(event.start_ns, end, program, str(name), event.name if kernels else ""))
     if span is None or not slices:
         raise RuntimeError(
             f"the profiler recorded {len(slices)} operations and {'no' if span is None else 'the'} measured run; this table "
@@ -168,22 +205,44 @@ def _read(profile: Any) -> tuple[list[Slice], tuple[float, float]]:
     return slices, span
 
 
-def _print(what: str, result: dict[str, Any]) -> None:
+def tables(what: str, result: dict[str, Any]) -> str:
+    """Returns the tables of parts, kernels and gaps.
+
+    Raises:
+        RuntimeError: more than `MOST` of the time has no function, so the table of parts would mislead.
+    """
+    if result["unattributed"] > MOST:
+        raise RuntimeError(
+            f"{result['unattributed']:.1%} of the {what} has no function of this library, need at most {MOST:.0%}; profile.json has all kernels. Check "
+            "that XLA_FLAGS contains --xla_gpu_enable_command_buffer= (no value) and that programs are compiled here, not loaded from a compilation cache"
+        )
     total = result["seconds"]
     ordered = sorted(result["parts"].items(), key=lambda item: -item[1])
-    print(
-        f"\nOne {what}: {total:.2f} s under the profiler, {result['seconds_without_profiler']:.2f} s without\n"
-    )
     large = [(name, seconds) for name, seconds in ordered if seconds >= SMALL * total]
     rest = total - sum(seconds for _, seconds in large)
     large.append((f"{len(ordered) - len(large)} parts under {SMALL:.1%} each", rest))
     rows = [[name, f"{seconds:.2f}", f"{seconds / total:.1%}"] for name, seconds in large]
-    print(report.table(["part", "seconds", "share"], [*rows, ["sum", f"{total:.2f}", "100.0%"]]))
-    print("\nThe operations that take longest:\n")
-    longest = [
-        [name, f"{seconds:.2f}", f"{seconds / total:.1%}"] for name, seconds in result["longest"].items()
+    kernels = [
+        [
+            f"{one['kernel'][:60]} ({one['function']})",
+            str(one["calls"]),
+            f"{1e3 * one['seconds']:.1f}",
+            f"{1e6 * one['seconds'] / one['calls']:.1f}",
+        ]
+        for one in result["kernels"][:LISTED]
     ]
-    print(report.table(["operation (function; program)", "seconds", "share"], longest))
+    lengths = [gap["length"] / 1e3 for gap in result["gaps"]] or [0.0]
+    longest = [[gap["before"], gap["after"], f"{gap['length'] / 1e6:.2f}"] for gap in result["gaps"][:5]]
+    return "\n\n".join(
+        [
+            f"\nOne {what}: {total:.2f} s under the profiler, {result['seconds_without_profiler']:.2f} s without",
+            report.table(["part", "seconds", "share"], [*rows, ["sum", f"{total:.2f}", "100.0%"]]),
+            "The kernels or operations that take longest:",
+            report.table(["kernel (function)", "calls", "ms", "us per call"], kernels),
+            f"{len(result['gaps'])} gaps without any operation, {sum(lengths) / 1e3:.1f} ms in total, median {statistics.median(lengths):.1f} us. The longest:",
+            report.table(["after", "before", "ms"], longest),
+        ]
+    )
 
 
 if __name__ == "__main__":

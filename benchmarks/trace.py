@@ -2,8 +2,8 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 CONTAINERS = ("while", "call", "conditional")
 """Operations that only run other operations. Time is attributed to them only while no other operation runs."""
@@ -17,6 +17,39 @@ class Slice:
     end: float
     program: str
     operation: str
+    kernel: str = field(default="", compare=False)
+    """Name of the GPU kernel, which may differ from the operation's name."""
+
+    @property
+    def is_container(self) -> bool:
+        """Whether the operation is one of `CONTAINERS`."""
+        return self.operation.split(".")[0] in CONTAINERS
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time without any operation, in ns."""
+
+    length: float
+    before: str
+    """The last operation before the gap, or `start`."""
+    after: str
+    """The first operation after the gap, or `end`."""
+
+
+def gaps(slices: Sequence[Slice], span: tuple[float, float]) -> list[Gap]:
+    """Returns all gaps within `span`, longest first.
+
+    >>> gaps([Slice(1, 4, "p", "dot"), Slice(2, 3, "p", "add"), Slice(6, 7, "p", "sub")], (0, 7))
+    [Gap(length=2, before='dot', after='sub'), Gap(length=1, before='start', after='dot')]
+    """
+    found, now, last = [], span[0], "start"
+    for one in [*sorted(slices, key=lambda each: each.start), Slice(span[1], span[1], "", "end")]:
+        if span[0] <= one.start <= span[1] and one.start > now:
+            found.append(Gap(one.start - now, last, one.operation))
+        if one.end > now:
+            now, last = one.end, one.operation
+    return sorted(found, key=lambda gap: -gap.length)
 
 
 def shares(slices: Iterable[Slice], span: tuple[float, float]) -> dict[tuple[str | None, str], float]:
@@ -50,7 +83,7 @@ def shares(slices: Iterable[Slice], span: tuple[float, float]) -> dict[tuple[str
         at, opens, index = heapq.heappop(edges)
         spend(at)
         now = at
-        kind = loops if inside[index].operation.split(".")[0] in CONTAINERS else running
+        kind = loops if inside[index].is_container else running
         (kind.add if opens else kind.discard)(index)
     spend(finish)
     return dict(seconds)

@@ -62,12 +62,14 @@ def test_a_repeated_and_resumed_run_equals_the_first_bit_for_bit(tmp_path):
 
 
 def run_an_update(path):
-    """Compiles the gradient of a configuration for this device and runs it on zeros. Returns its memory as the device reports it."""
+    """Compiles the gradient of a configuration for this device with a run's settings, and runs it on zeros. Returns its memory as the device reports it."""
+    from dapo_jax.parallel import gpu_settings
     from dapo_jax.plan import topologies
     from dapo_jax.plan.programs import Programs
     from dapo_jax.plan.sizes import decoder_of
     from dapo_jax.plan.workload import Assumptions, workload_of
 
+    gpu_settings.apply()
     config, device = load_config(path), jax.devices()[0]
     programs = Programs(config, decoder_of(config.model), workload_of(config, Assumptions()), [device])
     lowered = programs.lowered()["update_add_longest"]()
@@ -79,7 +81,9 @@ def run_an_update(path):
 
 
 def test_an_update_takes_the_memory_that_was_planned_without_the_device(tmp_path):
-    """The plan's compiler cannot measure alternatives for a matrix product. A chosen alternative may need cuBLAS's workspace of 32 MiB."""
+    """The plan's compiler cannot measure alternatives for a matrix product. A chosen alternative may need cuBLAS's workspace of 32 MiB.
+
+    The plan adds cuDNN's workspace (2 sequences, 16 heads, 4,096^2 x 2 bytes) to the other temporary arrays, also if they are largest at another time."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path))
     script = f"import json; from tests.gpu_test import run_an_update; print(json.dumps(run_an_update({str(tmp_path / 'run.yaml')!r})))"
@@ -97,4 +101,5 @@ def test_an_update_takes_the_memory_that_was_planned_without_the_device(tmp_path
     programs = json.loads(python("-m", "dapo_jax.cli", *planned))["programs"]
     [memory] = [program["memory"] for program in programs if program["name"] == "update_add_longest"]
     added = memory["outputs"] - memory["aliased"] + memory["temporaries"]
-    assert abs(found["bytes"] - added) <= 0.05 * added + 2**25
+    within, workspace = 0.05 * added + 2**25, 2 * 16 * 4096**2 * 2
+    assert added - workspace - within <= found["bytes"] <= added + within

@@ -1,7 +1,7 @@
 """Runs this library: the engine and the sampler for rollouts, `Updater` for updates, and both for a whole step."""
 
 import time
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -87,7 +87,7 @@ class System:
 
     def update(self) -> dict[str, float]:
         """Runs one update on synthetic responses."""
-        return self._update(self._made_up_groups())
+        return self._update(self._made_up_groups)
 
     def step(self, seed: int) -> dict[str, float]:
         """Runs a whole step: weight transfer to the sampler, rollouts, rewards and one update."""
@@ -109,6 +109,11 @@ class System:
 
         found = here()
         return found.chip.name if found else None
+
+    def peak_gib(self) -> float | None:
+        """Returns the peak memory of the device in GiB, or None on a CPU."""
+        stats = jax.devices()[0].memory_stats()
+        return stats["peak_bytes_in_use"] / 2**30 if stats else None
 
     @property
     def _together(self) -> int:
@@ -138,6 +143,7 @@ class System:
         )
         return sorted(sampled, key=lambda pair: pair[0].ordinal)
 
+    @cached_property
     def _made_up_groups(self) -> list[Group]:
         responses = iter(self.workload.responses())
         silent = np.zeros(self.workload.new_tokens, np.float32)

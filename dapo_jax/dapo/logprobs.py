@@ -3,9 +3,10 @@
 All log-probabilities are under softmax(logits / temperature), the distribution from which tokens are sampled.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -63,14 +64,15 @@ def chunked_logprobs(
     the vocabulary, relative to the largest logit so far (Milakov and Gimelshein 2018). The backward pass recomputes the logits of each chunk. On CPU
     this is also faster, because a chunk fits in the processor cache. Products use the compute dtype and have float32 results (see `dapo_jax.dapo.precision`).
 
-    The entries of a chunk are spread over the whole vocabulary, so that every device has a part of each chunk if the vocabulary is sharded.
+    The entries of a chunk are spread over the whole vocabulary, so that every device has a part of each chunk if the vocabulary is sharded. Except on
+    CPU, the number of entries is a multiple of 128, because the fast matrix kernels of accelerators require aligned operands.
 
     Args:
         hidden: final hidden states; row i predicts `targets[i]`.
         unembedding: the output matrix, one row per vocabulary entry.
         targets: token ids.
         temperature: sampling temperature of the policy, above 0. It may be a traced value, and it has no gradient.
-        chunk_vocab: maximum number of vocabulary entries per chunk.
+        chunk_vocab: maximum number of vocabulary entries per chunk. Except on CPU, a chunk may have 128 entries even if this is smaller.
         compute_dtype: dtype of the products with `unembedding`. Defaults to the dtype of `hidden`.
         vocab_size: number of rows of `unembedding` that are not padding. Defaults to all rows.
         vocab_axis: inside `shard_map`, the mesh axis over which the rows of `unembedding` are split. All devices along this axis must have the same
@@ -95,10 +97,9 @@ def chunked_logprobs(
     how = _Chunks(unembedding.shape[0], chunk_vocab, dtype, vocab_size, vocab_axis, caps)
     hidden, temperature = hidden.astype(wide), jnp.asarray(temperature, wide)
     others = lax.stop_gradient([(its.astype(wide), how.aligned(table)) for its, table in teachers])
-    split = [(its, how.split(table)) for its, table in others]
-    logprobs, entropy, *gaps = _scores(how, hidden, unembedding, targets, temperature, split)
+    logprobs, entropy, *gaps = _scores(how, hidden, unembedding, targets, temperature, others)
     log_sums = [
-        _scan_vocabulary(replace(how, caps=(cap,)), *other, targets, temperature, [])[2]
+        _by_platform(_scan_vocabulary, replace(how, caps=(cap,)), *other, targets, temperature, [])[2]
         for other, cap in zip(others, caps[1:], strict=True)
     ]
     return logprobs, entropy, *(gap + log_sum for gap, log_sum in zip(gaps, log_sums, strict=True))
@@ -106,7 +107,7 @@ def chunked_logprobs(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How the vocabulary is split into chunks. Row i of this device's shard belongs to chunk i modulo `count`."""
+    """How the vocabulary is split into chunks. The rows on this device form parts of equal length. A chunk has consecutive rows of each part."""
 
     rows: int
     """Number of rows of the unembedding matrix on this device."""
@@ -116,16 +117,35 @@ class _Chunks:
     axis: str | None
     caps: tuple[float | None, ...]
     """The caps of this model's logits and of each teacher's."""
+    multiple: int = 1
+    """The number of entries of a chunk is a multiple of this, unless there are fewer rows."""
 
-    @property
-    def count(self) -> int:
-        """Number of chunks. To avoid a padded copy, it divides the rows evenly, unless this requires at least twice the minimum number of chunks."""
-        fewest = -(-self.rows // self.most)
-        return next((n for n in range(fewest, 2 * fewest) if self.rows % n == 0), fewest)
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """The number of chunks, the number of parts, and the number of rows that a chunk has of each part."""
+        most = (min(self.most, self.rows) // self.multiple or 1) * self.multiple
+        fewest = -(-self.rows // most)
+        if not 1 < self.multiple <= self.rows:
+            # To avoid a padded copy, the number of chunks divides the rows evenly, unless this requires at least twice the minimum number of chunks.
+            count = next((n for n in range(fewest, 2 * fewest) if self.rows % n == 0), fewest)
+            return count, -(-self.rows // count), 1
+        entries = -(-self.rows // (fewest * self.multiple)) * self.multiple
+        # On a TPU, parts that are multiples of 8 rows need no copy of the matrix.
+        parts = math.gcd(self.rows, 8 * self.multiple) // 8 or 1
+        return -(-self.rows // entries), parts, entries // parts
 
-    def split(self, unembedding: Float[Array, "rows embed"]) -> Float[Array, "entries chunks embed"]:
-        padding = -self.rows % self.count
-        return jnp.pad(unembedding, ((0, padding), (0, 0))).reshape(-1, self.count, unembedding.shape[1])
+    def split(self, unembedding: Float[Array, "rows embed"]) -> Float[Array, "parts length embed"]:
+        padding = -self.rows % self.sizes[1]
+        return jnp.pad(unembedding, ((0, padding), (0, 0))).reshape(self.sizes[1], -1, unembedding.shape[1])
+
+    def start(self, index: Int[Array, ""] | int) -> Int[Array, ""]:
+        """Returns the first row of a chunk in each part. The last chunk ends with the part, so chunk 0 may also have rows of chunk 1."""
+        count, parts, width = self.sizes
+        return jnp.maximum(-(-self.rows // parts) - (count - index) * width, 0)
+
+    def chunk(self, table: Float[Array, "parts length embed"], index: Array) -> Float[Array, "entries embed"]:
+        rows = lax.dynamic_slice_in_dim(table, self.start(index), self.sizes[2], axis=1)
+        return rows.reshape(-1, table.shape[2])
 
     def aligned(self, other: Float[Array, "its_rows its_embed"]) -> Float[Array, "rows its_embed"]:
         """Returns the rows of another unembedding for the vocabulary entries of this device."""
@@ -138,14 +158,16 @@ class _Chunks:
         """Returns the vocabulary entry of this device's first row."""
         return jnp.int32(0) if self.axis is None else lax.axis_index(self.axis) * self.rows
 
-    def row(self, index: Int[Array, ""], like: Array) -> Int[Array, "tokens entries"]:
-        """Returns the row of this device's shard to which each logit of a chunk belongs."""
-        return lax.broadcasted_iota(jnp.int32, like.shape, 1) * self.count + index
+    def row(self, index: Int[Array, ""]) -> Int[Array, " entries"]:
+        """Returns the row of this device's shard to which each entry of a chunk belongs. It is negative for padding and for rows that chunk 1 also has."""
+        part, place = (lax.broadcasted_iota(jnp.int32, self.sizes[1:], dim) for dim in (0, 1))
+        row = part * -(-self.rows // self.sizes[1]) + place + self.start(index)
+        end = self.rows if self.vocab_size is None else self.vocab_size - self.first()
+        used = (row < jnp.minimum(end, self.rows)) & ((index > 0) | (place < self.start(1)))
+        return jnp.where(used, row, -(2**31)).reshape(-1)
 
-    def is_target(
-        self, index: Int[Array, ""], logits: Array, targets: Array
-    ) -> Bool[Array, "tokens entries"]:
-        return self.row(index, logits) == (targets - self.first())[:, None]
+    def is_target(self, index: Int[Array, ""], targets: Array) -> Bool[Array, "tokens entries"]:
+        return self.row(index)[None] == (targets - self.first())[:, None]
 
     def logits(
         self,
@@ -157,12 +179,8 @@ class _Chunks:
     ) -> Float[Array, "tokens entries"]:
         """Returns the tempered logits of one chunk. Logits of padding are so low that they do not contribute to sums. `model` is an index into `caps`."""
         logits = capped(product("ve,te->tv", weight, hidden, self.dtype), self.caps[model]) / temperature
-        row = self.row(index, logits)
-        if self.rows % self.count:
-            logits = jnp.where(row < self.rows, logits, _NEVER)
-        if self.vocab_size is not None:
-            logits = jnp.where(row + self.first() < self.vocab_size, logits, _NEVER)
-        return logits
+        all_real = math.prod(self.sizes) == self.rows and self.vocab_size is None
+        return logits if all_real else jnp.where(self.row(index) >= 0, logits, _NEVER)
 
     def together(
         self, top: Array, total: Array, moment: Array, chosen: Array, *gaps: Array
@@ -181,9 +199,14 @@ class _Chunks:
 _NEVER = -1e30
 """A logit below all real logits. It is finite, so that its product with a probability of 0 is 0."""
 
+Teachers = Sequence[tuple[Float[Array, "tokens its_embed"], Float[Array, "rows its_embed"]]]
+"""Hidden states and unembedding of each teacher."""
 
-Teachers = Sequence[tuple[Float[Array, "tokens its_embed"], Float[Array, "entries chunks its_embed"]]]
-"""Hidden states and chunks of the unembedding of each teacher."""
+
+def _by_platform(function: Callable[..., Any], how: _Chunks, *given: Any) -> Any:
+    """Calls `function` with the chunks for the platform for which the program is compiled. On CPU, a smaller program is more important than alignment."""
+    aligned = replace(how, multiple=128)
+    return lax.platform_dependent(*given, cpu=partial(function, how), default=partial(function, aligned))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -201,17 +224,17 @@ def _scan_vocabulary(
     teachers: Teachers,
 ) -> tuple[Array, ...]:
     """Returns log-probabilities, entropies, the log-sum-exp of the logits, and the mean difference from the logits of each teacher, each [tokens]."""
-    chunks = how.split(unembedding)
+    parts, taught = how.split(unembedding), [(its, how.split(table)) for its, table in teachers]
 
     def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         top, total, moment, chosen, *gaps = sums
-        logits = how.logits(index, _chunk(chunks, index), hidden, temperature)
+        logits = how.logits(index, how.chunk(parts, index), hidden, temperature)
         new_top = jnp.maximum(top, logits.max(-1))
         below = logits - new_top[:, None]
         weights, shrink = jnp.exp(below), jnp.exp(top - new_top)
         moment = shrink * (moment + total * (top - new_top)) + jnp.sum(weights * below, -1)
-        is_target = how.is_target(index, logits, targets)
-        theirs = _teacher_logits(how, index, teachers, temperature)
+        is_target = how.is_target(index, targets)
+        theirs = _teacher_logits(how, index, taught, temperature)
         return (
             new_top,
             total * shrink + weights.sum(-1),
@@ -226,62 +249,57 @@ def _scan_vocabulary(
     # The zeros are created from `hidden`, so that inside `shard_map` they are marked as varying over the same mesh axes.
     zeros = jnp.full_like(hidden, 0.0, shape=targets.shape)
     sums = (zeros + _NEVER, *[zeros] * (3 + len(teachers)))
-    top, total, moment, chosen, *gaps = how.together(*lax.fori_loop(0, how.count, add, sums))
+    top, total, moment, chosen, *gaps = how.together(*lax.fori_loop(0, how.sizes[0], add, sums))
     log_total = jnp.log(total)
     scores = (chosen - top) - log_total, log_total - moment / total, top + log_total
     return *scores, *(gap / total for gap in gaps)
 
 
 def _scores_forward(how: _Chunks, *given: Any) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
-    logprobs, entropy, log_sum, *gaps = _scan_vocabulary(how, *given)
+    logprobs, entropy, log_sum, *gaps = _by_platform(_scan_vocabulary, how, *given)
     return (logprobs, entropy, *(gap - log_sum for gap in gaps)), (*given, log_sum, *gaps)
 
 
-def _scores_backward(
-    how: _Chunks, saved: tuple[Any, ...], cotangents: tuple[Array, ...]
-) -> tuple[Array, Array, None, None, None]:
+def _gradients(how: _Chunks, saved: tuple[Any, ...], cotangents: tuple[Array, ...]) -> tuple[Array, Array]:
     """Computes d logprob / d logits = (one_hot(target) - softmax) / temperature, chunk by chunk. Entropy has no gradient.
 
     The gradient of the divergence is d KL / d logits = softmax (x - mean(x)) / temperature, where x is the difference from the teacher's logits.
     """
     hidden, unembedding, targets, temperature, teachers, log_sum, *gaps = saved
-    chunks = how.split(unembedding)
+    parts, taught = how.split(unembedding), [(its, how.split(table)) for its, table in teachers]
     cotangent, *of_gaps = (each[:, None] for each in (cotangents[0], *cotangents[2:]))
     if how.axis is not None:
         # Each device's copy of the result may affect the loss.
         cotangent, *of_gaps = (lax.psum(each, how.axis) for each in (cotangent, *of_gaps))
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-        chunk = _chunk(chunks, index)
+        chunk = how.chunk(parts, index)
         logits, pull = jax.vjp(lambda w, h: how.logits(index, w, h, temperature), chunk, hidden)
-        is_target = how.is_target(index, logits, targets).astype(logits.dtype)
+        is_target = how.is_target(index, targets).astype(logits.dtype)
         softmax = jnp.exp(logits - log_sum[:, None])
         d_logits = (is_target - softmax) * cotangent
-        theirs = _teacher_logits(how, index, teachers, temperature)
+        theirs = _teacher_logits(how, index, taught, temperature)
         for its, mean, factor in zip(theirs, gaps, of_gaps, strict=True):
             d_logits = d_logits + softmax * (logits - its - mean[:, None]) * factor
         d_chunk, d_part = pull(d_logits)
-        d_chunks = lax.dynamic_update_index_in_dim(gradients[1], d_chunk, index, axis=1)
-        return gradients[0] + d_part, d_chunks
+        # In the rows that chunk 0 has in common with chunk 1, the zeros of chunk 0 are overwritten.
+        d_chunk = d_chunk.reshape(how.sizes[1], -1, d_chunk.shape[1])
+        d_parts = lax.dynamic_update_slice_in_dim(gradients[1], d_chunk, how.start(index), axis=1)
+        return gradients[0] + d_part, d_parts
 
-    start = jnp.zeros_like(hidden), jnp.zeros_like(chunks)
-    d_hidden, d_chunks = lax.fori_loop(0, how.count, add, start)
-    d_unembedding = d_chunks.reshape(-1, unembedding.shape[1])[: how.rows]
-    return d_hidden, d_unembedding, None, None, None
-
-
-_scores.defvjp(_scores_forward, _scores_backward)
+    begin = jnp.zeros_like(hidden), jnp.zeros_like(parts)
+    d_hidden, d_parts = lax.fori_loop(0, how.sizes[0], add, begin)
+    return d_hidden, d_parts.reshape(-1, unembedding.shape[1])[: how.rows]
 
 
-def _teacher_logits(how: _Chunks, index: Array, teachers: Teachers, temperature: Array) -> list[Array]:
+_scores.defvjp(_scores_forward, lambda *given: (*_by_platform(_gradients, *given), None, None, None))
+
+
+def _teacher_logits(how: _Chunks, index: Array, teachers: Any, temperature: Array) -> list[Array]:
     return [
-        how.logits(index, _chunk(chunks, index), hidden, temperature, model)
-        for model, (hidden, chunks) in enumerate(teachers, start=1)
+        how.logits(index, how.chunk(table, index), hidden, temperature, model)
+        for model, (hidden, table) in enumerate(teachers, start=1)
     ]
-
-
-def _chunk(chunks: Float[Array, "entries chunks embed"], index: Array) -> Float[Array, "entries embed"]:
-    return lax.dynamic_index_in_dim(chunks, index, axis=1, keepdims=False)
 
 
 def _vary_with(array: Array, other: Array) -> Array:

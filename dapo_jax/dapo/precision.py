@@ -71,7 +71,7 @@ def product(
     first, _, out = re.split(",|->", spec)
     kept = "".join(index for index in first if index in out)
     scale = stored.scale.reshape([stored.values.shape[first.index(index)] for index in kept])
-    plain = _einsum(spec, stored.values, flowing, dtype, in_parts)
+    plain = _einsum(spec, stored.values, flowing, dtype, in_parts, turned=out[-1] not in first)
     return jnp.einsum(f"{out},{kept}->{out}", plain, scale)
 
 
@@ -130,22 +130,30 @@ def capped(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _einsum(spec: str, left: Array, right: Array, dtype: str, in_parts: bool = False) -> Array:
+def _einsum(spec: str, left: Array, right: Array, dtype: str, in_parts: bool = False, turned: bool = False) -> Array:  # fmt: skip
+    """Computes an einsum. If `turned`, a GPU stores the result with its last index first, as it stores the residual stream."""
     wide = _wide(dtype)
 
-    def narrow(left: Array, right: Array) -> Array:
+    def narrow(left: Array, right: Array, spec: str = spec) -> Array:
         # The compiler adds the devices' partial sums in the dtype of the result. Each device accumulates its partial sum in float32.
         result = np.dtype(dtype) if in_parts else wide
         return jnp.einsum(
             spec, left.astype(dtype), right.astype(dtype), preferred_element_type=result
         ).astype(wide)
 
+    def last_first(left: Array, right: Array) -> Array:
+        first, second, out = re.split(",|->", spec)
+        # XLA would turn a product of two dimensions around.
+        made = narrow(right, left[None], f"{second},z{first}->{out[-1]}z{out[:-1]}")
+        return jnp.moveaxis(made, 0, -1)[0]
+
     def in_full(left: Array, right: Array) -> Array:
         return jnp.einsum(spec, left.astype(wide), right.astype(wide))
 
     if np.dtype(dtype) == wide:
         return in_full(left, right)
-    return lax.platform_dependent(left, right, cpu=in_full, default=narrow)
+    gpu = last_first if turned else narrow
+    return lax.platform_dependent(left, right, cpu=in_full, cuda=gpu, default=narrow)
 
 
 def _wide(dtype: str) -> np.dtype:

@@ -3,12 +3,17 @@
 Scores and the softmax are in float32, whatever the dtype of the inputs. Several query heads may share one key head (grouped-query attention).
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.precision import capped, product
+from dapo_jax.dapo.precision import capped, product, rounded
 
 MASKED = -1e30
 """Score of a masked position. It is finite, so that a fully masked row does not become NaN."""
@@ -17,8 +22,13 @@ Near = tuple[Int[Array, ""], Int[Array, "batch seq"]]
 """A layer's window and the position of each token in its sequence. A query at position i attends to positions j with i - window < j <= i, or to all if the window is 0.
 Columns of a row cannot replace positions, because several responses may share a prompt in a row."""
 
+Blocks = Float[Array, "_ batch kv_heads ... size head_dim"]
+
 QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64
 """Number of blocks into which the queries of a row are split, and the minimum size of a block."""
+
+MOST_BLOCKS = 128
+"""Maximum number of blocks in a row with `by_blocks`."""
 
 LONG_ROW, LONG_ROW_BLOCK = 4096, 1024
 """Rows longer than `LONG_ROW` are split into blocks of `LONG_ROW_BLOCK` queries, whose scores are recomputed in the backward pass."""
@@ -30,21 +40,40 @@ def causal_attention(
     value: Float[Array, "kv_heads head_dim tokens"],
     segment_ids: Int[Array, "batch seq"],
     prefix_ids: Int[Array, "batch seq"] | None = None,
-    *,
-    near: Near | None = None,
-    cap: float | None = None,
-    dtype: str = "float32",
+    **how: Any,
 ) -> Float[Array, "heads head_dim tokens"]:
     """Computes causal attention within segments. The `tokens` dimension is the concatenation of all rows of `segment_ids`.
 
     Each token attends to earlier tokens of its own segment and to itself. It also attends to earlier tokens of the segment given by
     `prefix_ids`. If several responses share a prompt, this is the prompt's segment. Other segments are masked. Padding (segment 0) attends only to padding.
-    `near` limits the distance, and `cap` caps the scores (see `dapo_jax.dapo.precision.capped`).
+    `how` contains keyword arguments of `row_attention`.
     """
     q, k, v = (part.reshape(*part.shape[:2], *segment_ids.shape) for part in (query, key, value))
     prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-    out = row_attention(q, k, v, segment_ids, prefix_ids, segment_ids, near=near, cap=cap, dtype=dtype)
-    return out.reshape(query.shape)
+    return row_attention(q, k, v, segment_ids, prefix_ids, segment_ids, **how).reshape(query.shape)
+
+
+class _Rows(NamedTuple):
+    """The properties of tokens on which the mask depends. See `row_attention`."""
+
+    own_ids: Int[Array, "batch part"]
+    prefix_ids: Int[Array, "batch part"]
+    segment_ids: Int[Array, "batch seq"]
+    first: Int[Array, ""] | None
+    near: Near | None
+
+    def mask(self, start: Any, size: int, end: int) -> Bool[Array, "batch size end"]:
+        """Returns which of the keys before column `end` the `size` queries from query `start` on attend to."""
+        own, prefix = (lax.dynamic_slice_in_dim(ids, start, size, axis=1) for ids in self[:2])
+        before = self.segment_ids[:, :end]
+        seen = (own[:, :, None] == before[:, None]) | (prefix[:, :, None] == before[:, None])
+        column = start + jnp.arange(size, dtype=jnp.int32) + (0 if self.first is None else self.first)
+        causal = column[:, None] >= jnp.arange(end, dtype=jnp.int32)[None]
+        if self.near is not None:
+            window, position = self.near
+            own_position = lax.dynamic_slice_in_dim(position, column[0], size, axis=1)
+            seen &= (window == 0) | (own_position[:, :, None] - position[:, None, :end] < window)
+        return causal[None] & seen
 
 
 def row_attention(
@@ -59,31 +88,123 @@ def row_attention(
     near: Near | None = None,
     cap: float | None = None,
     dtype: str = "float32",
+    by_blocks: bool = False,
 ) -> Float[Array, "heads head_dim batch part"]:
     """Computes `causal_attention` for consecutive queries of each row, from column `first` on. Without `first`, these are all queries of the row.
 
     Queries are processed in blocks. For a whole row, each block uses only the keys up to the end of the block, so nearly half
-    of the scores are never computed.
+    of the scores are never computed. With `by_blocks`, pairs of a block of queries and a block of keys that are masked are skipped, scores are not stored
+    for the backward pass, and the result at padding is 0. This is faster on a CPU.
+    `near` limits the distance, and `cap` caps the scores (see `dapo_jax.dapo.precision.capped`).
     """
     (kv_heads, head_dim, _, seq), part = key.shape, query.shape[-1]
     grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, *query.shape[1:])
+    rows = _Rows(own_ids, prefix_ids, segment_ids, first, near)
+    if by_blocks and seq > SMALLEST_BLOCK:
+        size = max(SMALLEST_BLOCK, -(-seq // MOST_BLOCKS))
+
+        def padded(x: Array, more: int = 0) -> Array:
+            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size + more)])
+
+        def cut(x: Array) -> Blocks:
+            wide = padded(x.astype(np.promote_types(dtype, np.float32)))
+            return jnp.moveaxis(wide.reshape(*x.shape[:-1], -1, size), (-2, -3, -4), (0, 1, -1))
+
+        # The last queries may be padding that begins after the last key.
+        near = None if near is None else (near[0], padded(near[1], size))
+        rows = _Rows(padded(own_ids), padded(prefix_ids), padded(segment_ids), first, near)
+        out = _by_blocks(cap, dtype, *map(cut, (grouped, key, value)), rows)
+        return jnp.moveaxis(out, (0, 1, -1), (-2, -3, -4)).reshape(*query.shape[:-1], -1)[..., :part]
     size = LONG_ROW_BLOCK if seq > LONG_ROW else max(-(-part // QUERY_BLOCKS), SMALLEST_BLOCK)
     attend = jax.checkpoint(_attend, static_argnums=(4, 5)) if seq > LONG_ROW else _attend
     out = []
     for start in range(0, part, size):
         stop = min(start + size, part)
         end = stop if first is None else seq
-        own, prefix, before = own_ids[:, start:stop], prefix_ids[:, start:stop], segment_ids[:, :end]
-        seen = (own[:, :, None] == before[:, None]) | (prefix[:, :, None] == before[:, None])
-        column = jnp.arange(start, stop, dtype=jnp.int32) + (0 if first is None else first)
-        causal = column[:, None] >= jnp.arange(end, dtype=jnp.int32)[None]
-        if near is not None:
-            window, position = near
-            own_position = lax.dynamic_slice_in_dim(position, column[0], stop - start, axis=1)
-            seen &= (window == 0) | (own_position[:, :, None] - position[:, None, :end] < window)
-        block = grouped[..., start:stop]
-        out.append(attend(key[..., :end], value[..., :end], block, causal[None] & seen, dtype, cap))
+        mask, block = rows.mask(start, stop - start, end), grouped[..., start:stop]
+        out.append(attend(key[..., :end], value[..., :end], block, mask, dtype, cap))
     return jnp.concatenate(out, axis=-1).reshape(query.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _by_blocks(cap: float | None, dtype: str, q: Blocks, k: Blocks, v: Blocks, rows: _Rows) -> Blocks:
+    return _by_blocks_forward(cap, dtype, q, k, v, rows)[0]
+
+
+def _pairs(
+    cap: float | None, k: Blocks, v: Blocks, rows: _Rows, block: Array
+) -> tuple[Array, Callable[[Array], Any]]:
+    """Returns the number of blocks of keys that block `block` of the queries attends to, and a function that returns one of them: its index, the function
+    that computes scores, its keys and its values. If a row has fewer such blocks than another row, all keys of its other blocks are masked."""
+    count, batch, _, size, _ = k.shape
+    mask = rows.mask(block * size, size, count * size) & (rows.segment_ids > 0)[:, None]
+    mask = jnp.moveaxis(mask.reshape(batch, size, count, size), 2, 0)
+    seen = mask.any((2, 3))
+    order = jnp.argsort(~seen, axis=0, stable=True)
+
+    def pair(index: Array) -> Any:
+        at = order[index], jnp.arange(batch, dtype=jnp.int32)
+        there = mask[at][:, None, None]
+
+        def scores(q: Array, k: Array) -> Array:
+            return jnp.where(there, capped(jnp.einsum("bkgsd,bktd->bkgst", q, k), cap), MASKED)
+
+        return at, scores, k[at], v[at]
+
+    return seen.sum(0, dtype=jnp.int32).max(), pair
+
+
+def _by_blocks_forward(
+    cap: float | None, dtype: str, q: Blocks, k: Blocks, v: Blocks, rows: _Rows
+) -> tuple[Blocks, Any]:
+    k, v = rounded(k, dtype), rounded(v, dtype)
+
+    def attend(given: tuple[Array, Array]) -> tuple[Array, Array]:
+        block, q = given
+        count, pair = _pairs(cap, k, v, rows, block)
+
+        def add(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            (top, total, out), (_, scores, some_k, some_v) = carry, pair(index)
+            found = scores(q, some_k)
+            new_top = jnp.maximum(top, found.max(-1))
+            weights, shrink = jnp.exp(found - new_top[..., None]), jnp.exp(top - new_top)
+            some = jnp.einsum("bkgst,bktd->bkgsd", weights, some_v)
+            return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + some
+
+        # Masked scores are far below the first `top`, so their weights are 0, even if all scores of a query are masked.
+        top = jnp.full(q.shape[:-1], MASKED / 2, k.dtype)
+        top, total, out = lax.fori_loop(0, count, add, (top, jnp.zeros_like(top), jnp.zeros(q.shape, k.dtype)))  # fmt: skip
+        total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        return out / total[..., None], top + jnp.log(total)
+
+    out, logs = lax.map(attend, (jnp.arange(len(q), dtype=jnp.int32), q))
+    return out, (q, k, v, rows, out, logs)
+
+
+def _by_blocks_backward(cap: float | None, dtype: str, saved: Any, d_out: Blocks) -> tuple[Any, ...]:
+    q, k, v, rows, out, logs = saved
+
+    def attend(grads: tuple[Array, ...], given: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+        block, q, logs, d_out, inner = given
+        count, pair = _pairs(cap, k, v, rows, block)
+
+        def add(index: Array, grads: tuple[Array, ...]) -> tuple[Array, ...]:
+            (d_q, *d_kv), (at, scores, some_k, some_v) = grads, pair(index)
+            weights, back = jax.vjp(lambda q, k: jnp.exp(scores(q, k) - logs[..., None]), q, some_k)
+            more_q, more_k = back(jnp.einsum("bkgsd,bktd->bkgst", d_out, some_v) - inner[..., None])
+            more = more_k, jnp.einsum("bkgst,bkgsd->bktd", weights, d_out)
+            added = (d.at[at].add(one, unique_indices=True) for d, one in zip(d_kv, more, strict=True))
+            return d_q + more_q, *added
+
+        d_q, d_k, d_v = lax.fori_loop(0, count, add, (jnp.zeros_like(q), *grads))
+        return (d_k, d_v), d_q
+
+    blocks = jnp.arange(len(q), dtype=jnp.int32), q, logs, d_out, (d_out * out).sum(-1)
+    (d_k, d_v), d_q = lax.scan(attend, (jnp.zeros_like(k), jnp.zeros_like(v)), blocks)
+    return d_q, d_k, d_v, None
+
+
+_by_blocks.defvjp(_by_blocks_forward, _by_blocks_backward)
 
 
 def _attend(

@@ -1,24 +1,28 @@
 """cuDNN's flash attention for packed rows, on NVIDIA GPUs.
 
 cuDNN computes attention for a batch of sequences. Here, a sequence is a segment of a packed row. If responses share a prompt, each response gets
-its own copy of the prompt's queries, keys and values before it, so a causal mask is sufficient. Only attention is repeated for each copy.
+its own copy of the prompt's queries, keys and values before it, so a causal mask is sufficient. Only attention is repeated for each copy. The results
+for the prompt are taken from the first response.
 
 Sequences of similar length form batches of a fixed size, which are processed one after the other. Memory therefore does not grow with the number of
 segments, but the number of batches depends on the data. The gradient of a prompt is the sum over its copies.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 BATCH_TOKENS = 16_384
 """Maximum number of tokens in a batch, including padding. A sequence that is padded to more tokens forms a batch by itself."""
+
+WORKSPACE_BYTES = 2**30
+"""Maximum size of cuDNN's workspace for gradients. For long sequences, some of the heads are therefore processed at a time."""
 
 _RATIO, _SHORTEST = 4, 128
 """A sequence is padded to the row length, or to the row length divided by a power of `_RATIO`, but at least to `_SHORTEST` tokens."""
@@ -29,6 +33,43 @@ PerToken = Int[Array, " tokens"]
 Sequences = Float[Array, "batch room _ head_dim"]
 
 
+class Packed(NamedTuple):
+    """The sequences in packed rows, sorted by padded length. It depends only on the segments, so it is computed once for all layers."""
+
+    begin: PerToken
+    """Index of the first token of each sequence's own segment, in the concatenated rows. Entries after the last sequence are unused, here and below."""
+    prompt: PerToken
+    """Index of the first token of its prompt. A segment without a shared prompt is its own prompt."""
+    prompt_tokens: PerToken
+    length: PerToken
+    """Number of tokens of the prompt and the response."""
+    ends: Int[Array, " rooms"]
+    """Index of the first sequence, and then the index after the last sequence for each padded length in `_rooms`."""
+
+
+def packed(ids: Ids, prefixes: Ids) -> Packed:
+    """Finds the sequences in packed rows. The responses to a shared prompt must directly follow it, as `row_packing.pack` writes them."""
+    at = jnp.arange(ids.size, dtype=jnp.int32)
+    start, stop = _runs(ids)
+    head, _ = _runs(prefixes)
+    known = stop[head] - head
+    length = jnp.where(start == head, known, known + stop - start)
+    # A shared prompt is no sequence of its own, because its first response computes it.
+    follows = (start == head) & (head.at[stop].get(mode="fill", fill_value=-1) == head)
+    begins = (ids.reshape(-1) > 0) & (start == at) & ~follows
+    # Sequences are sorted by the number of padded lengths in which they fit. Tokens that do not begin a sequence have 0.
+    rooms, sizes = _rooms(ids.size, ids.shape[1])
+    fits = (begins[None] & (length[None] <= jnp.array(rooms)[:, None])).sum(0, dtype=jnp.int32)
+    order = jnp.argsort(fits, stable=True)
+    least = (fits[None] <= jnp.arange(len(rooms) + 1, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
+    # Shorter sequences fill the last batch of each padded length.
+    ends = [least[0]]
+    for end, size in zip(least[1:], sizes, strict=True):
+        batches = -(-jnp.maximum(end - ends[-1], 0) // size)
+        ends.append(jnp.minimum(ends[-1] + batches * size, least[-1]))
+    return Packed(start[order], head[order], known[order], length[order], jnp.stack(ends))
+
+
 def packed_attention(
     query: Float[Array, "heads head_dim batch seq"],
     key: Float[Array, "kv_heads head_dim batch seq"],
@@ -36,19 +77,19 @@ def packed_attention(
     segment_ids: Ids,
     prefix_ids: Ids,
     *,
+    rows: Packed | None = None,
     window: int = 0,
     dtype: str,
 ) -> Float[Array, "heads head_dim batch seq"]:
     """Computes `attention.causal_attention` with cuDNN, in bfloat16 or float16. The result at padding is 0.
 
-    A query attends to the last `window` tokens including its own, or to all if `window` is 0.
-
-    The responses to a shared prompt must directly follow it, as `row_packing.pack` writes them.
+    A query attends to the last `window` tokens including its own, or to all if `window` is 0. Without `rows`, the result of `packed`, it is computed.
     """
+    rows = packed(segment_ids, prefix_ids) if rows is None else rows
     q, k, v = (
         part.astype(dtype).transpose(2, 3, 0, 1).reshape(-1, *part.shape[:2]) for part in (query, key, value)
     )
-    out = _attention(window, q, k, v, segment_ids, prefix_ids).reshape(*segment_ids.shape, *query.shape[:2])
+    out = _attention(window, query.shape[3], q, k, v, rows).reshape(*segment_ids.shape, *query.shape[:2])
     return out.transpose(2, 3, 0, 1).astype(query.dtype)
 
 
@@ -58,123 +99,88 @@ class _Batch(NamedTuple):
     lengths: Int[Array, " batch"]
     token: Int[Array, "batch room"]
     """Index of each token in the concatenated rows."""
-    own: Bool[Array, "batch room"]
-    """True for tokens of the sequence's own segment, and False for its copy of a shared prompt and for padding."""
-    prompt: Bool[Array, "batch room"]
-    """True for tokens of the prompt. A segment without a shared prompt is its own prompt."""
-    first: Bool[Array, "batch batch"]
-    """Entry (a, b) is True if sequences a and b have the same prompt, and a is the first sequence in the batch with this prompt."""
+    live: Int[Array, "batch room"]
+    """The same for scatters. At padding, the index is out of range and unique, so that the value is dropped."""
+    own: Int[Array, "batch room"]
+    """The same for the results of queries. Only the first response to a prompt has the prompt's index, and all others are out of range there."""
 
-    def target(self, where: Bool[Array, "batch room"], tokens: int) -> Int[Array, "batch room"]:
-        """Returns indices for a scatter: the index of each token, or a unique out-of-range index if `where` is False, so that the value is dropped."""
-        beyond = jnp.arange(tokens, tokens + where.size, dtype=jnp.int32).reshape(where.shape)
-        return jnp.where(where, self.token, beyond)
-
-    def summed(self, grad: Sequences) -> Sequences:
-        """Sums a gradient over all copies of each prompt in the batch, in float32. The first copy gets the sum, and the other copies get zero."""
-        prompt = self.prompt[..., None, None]
-        copies = {"preferred_element_type": jnp.float32}
-        total = jnp.einsum(
-            "ab,btkh->atkh", self.first.astype(grad.dtype), jnp.where(prompt, grad, 0), **copies
-        )
-        return jnp.where(prompt, total, grad.astype(jnp.float32))
-
-
-BatchOf = Callable[[Array], _Batch]
 
 _ONCE: dict[str, Any] = {"mode": "drop", "unique_indices": True}
 """Scatter options that avoid atomic operations. With atomic operations, sums would depend on the order of threads."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(window: int, q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids) -> Heads:
-    return _forward(window, q, k, v, ids, prefixes)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed) -> Heads:
+    return _forward(window, seq, q, k, v, rows)[0]
 
 
-def _forward(window: int, q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids) -> tuple[Heads, Any]:
-    out, sums = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
-    for batch_of, count in _batches(ids, prefixes):
+def _forward(window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed) -> tuple[Heads, Any]:
+    def add(batch: _Batch, before: tuple[Array, ...]) -> tuple[Array, ...]:
+        some, log = attend(q[batch.token], k[batch.token], v[batch.token], batch.lengths, window)
+        out, sums = (whole.at[batch.own] for whole in before)
+        return out.set(some, **_ONCE), sums.set(log.transpose(0, 2, 1), **_ONCE)
 
-        def add(
-            index: Array, before: tuple[Array, Array], batch_of: BatchOf = batch_of
-        ) -> tuple[Array, Array]:
-            (out, sums), batch = before, batch_of(index)
-            some, log = attend(q[batch.token], k[batch.token], v[batch.token], batch.lengths, window)
-            target = batch.target(batch.own, len(q))
-            return out.at[target].set(some, **_ONCE), sums.at[target].set(log.transpose(0, 2, 1), **_ONCE)
-
-        out, sums = lax.fori_loop(0, count, add, (out, sums))
-    return out, (q, k, v, ids, prefixes, out, sums)
+    out, sums = _over_batches(rows, seq, add, (jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)))
+    return out, (q, k, v, rows, out, sums)
 
 
-def _backward(window: int, saved: Any, d_out: Heads) -> tuple[Any, ...]:
-    q, k, v, ids, prefixes, out, sums = saved
-    grads = jnp.zeros_like(q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for batch_of, count in _batches(ids, prefixes):
+def _backward(window: int, seq: int, saved: Any, d_out: Heads) -> tuple[Any, ...]:
+    q, k, v, rows, out, sums = saved
 
-        def add(index: Array, before: tuple[Array, ...], batch_of: BatchOf = batch_of) -> tuple[Array, ...]:
-            batch = batch_of(index)
-            own, log = batch.own[..., None, None], sums[batch.token].transpose(0, 2, 1)
-            some_q, some_k, some_v, some_out = (x[batch.token] for x in (q, k, v, out))
-            some = jnp.where(own, d_out[batch.token], 0)
-            d_q, d_k, d_v = attend_backward(
-                some_q, some_k, some_v, log, some, some_out, batch.lengths, window
-            )
-            target = batch.target(batch.own, len(q))
-            sum_target = batch.target(batch.own | (batch.prompt & batch.first.any(1)[:, None]), len(q))
-            return (
-                before[0].at[target].set(d_q, **_ONCE),
-                before[1].at[sum_target].add(batch.summed(d_k), **_ONCE),
-                before[2].at[sum_target].add(batch.summed(d_v), **_ONCE),
-            )
+    def add(batch: _Batch, before: tuple[Array, Array]) -> tuple[Array, Array]:
+        some_q, some_k, some_v, some_out, some = (x[batch.token] for x in (q, k, v, before[0], d_out))
+        some = jnp.where((batch.own < len(q))[..., None, None], some, 0)
+        log = sums[batch.token].transpose(0, 2, 1)
+        d_q, d_k, d_v = attend_backward(some_q, some_k, some_v, log, some, some_out, batch.lengths, window)
 
-        grads = lax.fori_loop(0, count, add, grads)
-    return (*(grad.astype(q.dtype) for grad in grads), None, None)
+        def summed(at: Array, total: Array) -> Array:
+            """Adds the gradients of one sequence, because several sequences may have copies of the same prompt."""
+            change = jnp.concatenate([d_k[at], d_v[at]], axis=1)
+            return total.at[batch.live[at]].add(change.astype(jnp.float32), **_ONCE)
+
+        d_q = before[0].at[batch.own].set(d_q, **_ONCE)
+        return d_q, lax.fori_loop(0, len(batch.lengths), summed, before[1])
+
+    # The gradient of a query replaces its result, which no later batch needs: at later copies of a prompt, the cotangent is 0.
+    # The gradients of keys and values are sums over copies, in float32. They are one array, so that one kernel adds both.
+    start = out, jnp.zeros((len(k), 2 * k.shape[1], k.shape[2]), jnp.float32)
+    d_q, both = _over_batches(rows, seq, add, start)
+    return d_q, *jnp.split(both.astype(q.dtype), 2, axis=1), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _batches(ids: Ids, prefixes: Ids) -> Iterator[tuple[BatchOf, Int[Array, ""]]]:
-    """Yields, for each padded length, a function that returns the batch with a given index, and the number of batches of this length."""
-    tokens, at = ids.size, jnp.arange(ids.size, dtype=jnp.int32)
-    start, stop = _runs(ids)
-    head, _ = _runs(prefixes)
-    known = stop[head] - head
-    length = jnp.where(start == head, known, known + stop - start)
-    rooms = [ids.shape[1]]
+def _rooms(tokens: int, seq: int) -> tuple[list[int], list[int]]:
+    """Returns the padded lengths of sequences, longest first, and the number of sequences in a batch of each length."""
+    rooms = [seq]
     while rooms[-1] // _RATIO >= _SHORTEST:
         rooms.append(-(-rooms[-1] // _RATIO))
-    # Segments are sorted by the number of padded lengths in which they fit. Tokens that do not begin a segment have 0.
-    begins = (ids.reshape(-1) > 0) & (start == at)
-    fits = sum((begins & (length <= room)).astype(jnp.int32) for room in rooms)
-    order = jnp.argsort(fits, stable=True).astype(jnp.int32)
-    for number, room in enumerate(rooms, 1):
-        size = max(1, min(tokens, BATCH_TOKENS) // room)
-        first, count = ((test(fits, number)).sum(dtype=jnp.int32) for test in (jnp.less, jnp.equal))
+    return rooms, [max(1, min(tokens, BATCH_TOKENS) // room) for room in rooms]
 
-        def batch_of(
-            index: Array, first: Array = first, count: Array = count, size: int = size, room: int = room
-        ) -> _Batch:
-            place = index * size + jnp.arange(size, dtype=jnp.int32)
-            used = place < count
-            segment = order[jnp.minimum(first + place, tokens - 1)]
-            begin, prompt, shared = (x[segment][:, None] for x in (start, head, known))
-            lengths = jnp.where(used, length[segment], 1)
-            within = jnp.arange(room, dtype=jnp.int32)[None]
-            token = jnp.where(within < shared, prompt + within, begin + within - shared)
-            live = used[:, None] & (within < lengths[:, None])
-            same = (prompt == prompt.T) & used[:, None] & used[None]
-            leads = jnp.argmax(same, axis=1) == jnp.arange(size, dtype=jnp.int32)
-            return _Batch(
-                lengths=lengths,
-                token=jnp.minimum(token, tokens - 1),
-                own=live & ((within >= shared) | (begin == prompt)),
-                prompt=live & (within < shared),
-                first=same & leads[:, None],
-            )
 
-        yield batch_of, -(-count // size)
+def _over_batches(rows: Packed, seq: int, add: Callable[[_Batch, Any], Any], carry: Any) -> Any:
+    """Calls `add` with each batch of sequences and the result for the batch before it."""
+    rooms, sizes = _rooms(tokens := len(rows.begin), seq)
+
+    def step(number: int, index: Array, carry: Any) -> Any:
+        room, size = rooms[number], sizes[number]
+        place = rows.ends[number] + index * size + jnp.arange(size, dtype=jnp.int32)
+        begin, prompt, shared, length = (x[jnp.minimum(place, tokens - 1)][:, None] for x in rows[:4])
+        length = jnp.where(place[:, None] < rows.ends[number + 1], length, 0)
+        within = jnp.arange(room, dtype=jnp.int32)[None]
+        token = jnp.where(within < shared, prompt + within, begin + within - shared)
+        beyond = jnp.arange(tokens, tokens + size * room, dtype=jnp.int32).reshape(size, room)
+        live = jnp.where(within < length, token, beyond)
+        own = jnp.where((within >= shared) | (begin - prompt <= shared), live, beyond)
+        # cuDNN needs at least one token.
+        batch = _Batch(jnp.maximum(length[:, 0], 1), jnp.minimum(token, tokens - 1), live, own)
+        # Without the barrier, every gather and scatter would compute the indices again for each of its elements.
+        return add(lax.optimization_barrier(batch), carry)
+
+    for number, count in enumerate(rows.ends[1:] - rows.ends[:-1]):
+        carry = lax.fori_loop(0, -(-count // sizes[number]), partial(step, number), carry)
+    return carry
 
 
 def _runs(ids: Ids) -> tuple[PerToken, PerToken]:
@@ -198,15 +204,29 @@ def attend(
 def attend_backward(
     q: Sequences, k: Sequences, v: Sequences, logs: Float[Array, "batch heads room"], d_out: Sequences, out: Sequences,
     lengths: Int[Array, " batch"], window: int = 0,
-) -> tuple[Sequences, Sequences, Sequences]:  # fmt: skip
+) -> tuple[Sequences, ...]:  # fmt: skip
     """Calls cuDNN for the gradients of q, k and v, given the results of `attend`. Gradients after the end of a sequence are undefined."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads > 1 and workspace_bytes(q.shape[0], heads, q.shape[1]) > WORKSPACE_BYTES:
+        # Half of the key heads at a time, or half of the query heads if there is only one key head.
+        cut = {size: kv_heads // 2 * size // kv_heads or size // 2 for size in (heads, kv_heads)}
+        given = (q, 2), (k, 2), (v, 2), (logs, 1), (d_out, 2), (out, 2)
+        parts = (jnp.split(x, [at], i) if (at := cut[x.shape[i]]) else (x, x) for x, i in given)
+        halves = (attend_backward(*half, lengths=lengths, window=window) for half in zip(*parts, strict=True))
+        d_q, *sums = zip(*halves, strict=True)
+        joined = (jnp.concatenate(x, 2) if kv_heads > 1 else x[0] + x[1] for x in sums)
+        return jnp.concatenate(d_q, 2), *joined
     products = {
         "bmm1_grad_gemm1": (2, 1, 1, 2), "bmm1_grad_gemm2": (3, 1, 1, 2),
         "bmm2_grad_gemm1": (2, 1, 1, 2), "bmm2_grad_gemm2": (3, 2, 3, 2),
     }  # fmt: skip
     operands = (q, k, v, logs, d_out, out, lengths, lengths)
-    d_q, d_k, d_v = _call("SoftmaxBackward", operands, (q, k, v), [], products, window)[0]
-    return d_q, d_k, d_v
+    return tuple(_call("SoftmaxBackward", operands, (q, k, v), [], products, window)[0])
+
+
+def workspace_bytes(batch: int, heads: int, room: int) -> int:
+    """Returns the size of cuDNN's workspace for repeatable gradients on Hopper (source: https://github.com/NVIDIA/cudnn-frontend/pull/398)."""
+    return 2 * batch * heads * (-(-room // 64) * 64) ** 2
 
 
 def _call(

@@ -13,7 +13,7 @@ its logical axes, and `parallel.sharding` maps them to mesh axes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -28,10 +28,11 @@ from jaxtyping import Array, Float, Int, Integer
 from dapo_jax.dapo.precision import capped, product, rounded
 from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.rollouts import NO_ROUTE
-from dapo_jax.models.experts import chosen, mixture
+from dapo_jax.models.experts import as_stored, chosen, mixture
 from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, empty, over_rows
-from dapo_jax.models.layout import Layout
-from dapo_jax.models.lora import LORA_PARTS, adapted_in, adapter, lora_delta
+from dapo_jax.models.joined import OF_ATTENTION, OF_MLP, split
+from dapo_jax.models.layout import Layout, output_dimensions
+from dapo_jax.models.lora import LORA_PARTS, adapted_in, adapter
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
@@ -45,8 +46,8 @@ RopeTables = tuple[Array, ...]
 WHOLE = Layout()
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
-    # Reshapes are not stored, because they include a copy of a weight in each layer.
-    "none": lambda primitive, *_, **__: primitive is not jax.lax.reshape_p,
+    # Reshapes and orders in memory (`as_stored`) are not stored, because they include a copy of a weight in each layer.
+    "none": lambda primitive, *_, **__: primitive.name not in ("reshape", "layout_constraint"),
     "full": None,
     "dots": jax.checkpoint_policies.save_only_these_names("projection"),
 }
@@ -213,27 +214,18 @@ class Block(nnx.Module):
         self.delta_norm = _filled(1.0, (sizes.value_dim,), ("norm",))
         self.output = _weight(rngs, (embed, *values), ("embed", *of_values), sizes.outputs * writers)
 
-    def _mixed(self, x: Float[Array, "embed tokens"]) -> Mixed:
-        """Returns the inputs of the recurrence of a Gated DeltaNet layer."""
-        query, key, value = (
-            self._project(name, x, ("heads", "head_dim", "embed")) for name in ("query", "key", "value")
-        )
-        write, forget = (self._project(name, x, ("heads", "embed")) for name in ("write", "forget"))
-        steps = jax.nn.softplus(forget + self.step_bias[...][:, None])
-        return Mixed(
-            query, key, value, -jnp.exp(self.decay[...])[:, None] * steps, jax.nn.sigmoid(write),
-            (self.query_conv[...], self.key_conv[...], self.value_conv[...]),
-        )  # fmt: skip
-
     def _attended(
         self, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "features tokens"], Any]:
         """Returns the input of the output projection, and the second result of `attend`."""
         if self.delta:
-            out, kept = attend(self._mixed(x))
-            out = jax.vmap(rms_norm, in_axes=(0, None, None))(
-                out, self.delta_norm[...], self.config.norm_eps
-            ) * jax.nn.silu(self._project("value_gate", x, ("heads", "head_dim", "embed")))
+            query, key, value, gate, write, forget = self._project(OF_ATTENTION, x)
+            steps = jax.nn.softplus(forget + self.step_bias[...][:, None])
+            decay = -jnp.exp(self.decay[...])[:, None] * steps
+            filters = self.query_conv[...], self.key_conv[...], self.value_conv[...]
+            out, kept = attend(Mixed(query, key, value, decay, jax.nn.sigmoid(write), filters))
+            per_head = jax.vmap(rms_norm, in_axes=(0, None, None))
+            out = per_head(out, self.delta_norm[...], self.config.norm_eps) * jax.nn.silu(gate)
             return out.reshape(-1, out.shape[2]), kept
         query, key, value, gate = self._queries_keys_values(x, rope)
         out, kept = attend(query, key, value)
@@ -248,31 +240,39 @@ class Block(nnx.Module):
     ]:  # fmt: skip
         """Returns queries, keys, values, and the gate before its sigmoid if there is one. RoPE is applied to queries and keys."""
         config = self.config
-        query, key, value = (
-            self._project(name, x, ("heads", "head_dim", "embed")) for name in ("query", "key", "value")
-        )
-        gate = None
-        if config.attention_gate:
-            query, gate = jnp.split(query, 2, axis=1)
+        query, key, value = self._project(OF_ATTENTION[:3], x)
+        query, gate = jnp.split(query, 2, axis=1) if config.attention_gate else (query, None)
         if config.qkv_bias:
             query, key, value = (
                 part + self._bias(name) for part, name in ((query, "query"), (key, "key"), (value, "value"))
             )
         if config.qk_norm != "none" and not config.qk_norm_after_rope:
-            query, key = self._normed("query_norm", query), self._normed("key_norm", key)
-        if config.clip_qkv is not None:
-            query, key, value = (
-                jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (query, key, value)
-            )
+            if self.query.get_metadata("joined", None) and len(self.query.get_value()) == 1:
+                kernel = partial(self._heads_normed, together=True)
+                query, key = jax.lax.platform_dependent(query, key, cuda=kernel, default=self._heads_normed)
+            else:
+                query, key = self._heads_normed(query, key)
+        if (most := config.clip_qkv) is not None:
+            query, key, value = (jnp.clip(part, -most, most) for part in (query, key, value))
         query, key = rotary(query, rope), rotary(key, rope)
         if config.qk_norm_after_rope:
-            query, key = self._normed("query_norm", query), self._normed("key_norm", key)
+            query, key = self._heads_normed(query, key)
         if config.query_growth is not None:
             query = query * rope[2][None]
         if config.query_scale is not None:
             # Attention divides by the square root of head_dim.
             query = query * (config.query_scale * config.head_dim**0.5)
         return query, key, value, gate
+
+    def _heads_normed(self, query: Array, key: Array, *, together: bool = False) -> tuple[Array, Array]:
+        """Normalizes queries and keys. `together`: one kernel of a GPU computes the sums of all heads. Several devices would have to exchange heads."""
+        if not together or self.config.qk_norm != "head":
+            return self._normed("query_norm", query), self._normed("key_norm", key)
+        both = jnp.concatenate([query, key])
+        factors = jax.lax.rsqrt(jnp.mean(both * both, axis=1, keepdims=True) + self.config.norm_eps)
+        of_query, of_key = (_offset(self.config, norm[...]) for norm in (self.query_norm, self.key_norm))
+        query = query * factors[: len(query)] * of_query[None, :, None]
+        return query, key * factors[len(query) :] * of_key[None, :, None]
 
     def _bias(self, name: str) -> Array:
         return rounded(getattr(self, f"{name}_bias")[...], self.compute_dtype)[..., None]
@@ -313,26 +313,22 @@ class Block(nnx.Module):
 
         normed = inner(self._normed("attention_norm", x) if before else x)
         attended, kept = self._attended(normed, rope, attend)
-        x = added(x, "output", self._project("output", attended, ("embed", "heads")))
+        x = added(x, "output", *self._project(("output",), attended))
         y = self._normed("mlp_norm", x) if before else x
         if self.config.experts is not None:
             scores = self.layout.inner(self._scores(y), "float32")
             own, used, factors = chosen(scores, self.config.experts, routes)
             matrices = self.gate[...], self.up[...], self.down[...]
-            how: dict[str, Any] = {
-                "activation": _ACTIVATIONS[self.config.activation],
-                "dtype": self.compute_dtype,
-            }
-            given = partial(mixture, **how), inner(y), factors, used, matrices, self.compute_dtype
+            mix = partial(mixture, activation=_ACTIVATIONS[self.config.activation], dtype=self.compute_dtype)
+            given = mix, inner(y), factors, used, matrices, self.compute_dtype
             return added(x, "down", self.layout.experts(*given)), kept, own
         y = inner(y)
 
-        def hidden(name: str) -> Array:
-            product = self._project(name, y, ("mlp", "embed"))
-            return product + self._bias(name) if self.config.mlp_bias else product
-
-        gated = _ACTIVATIONS[self.config.activation](hidden("gate")) * hidden("up")
-        return added(x, "down", self._project("down", gated, ("embed", "mlp"))), kept, None
+        gate, up = self._project(OF_MLP, y)
+        if self.config.mlp_bias:
+            gate, up = gate + self._bias("gate"), up + self._bias("up")
+        gated = _ACTIVATIONS[self.config.activation](gate) * up
+        return added(x, "down", *self._project(("down",), gated)), kept, None
 
     def _scores(self, y: Float[Array, "embed part"]) -> Float[Array, "experts part"]:
         """Returns the router's scores in float32, whatever the compute dtype is, because the choice must not depend on rounding."""
@@ -340,29 +336,38 @@ class Block(nnx.Module):
         operands = self.router[...].astype(wide), y.astype(wide)
         return jnp.einsum("ei,it->et", *operands, precision=jax.lax.Precision.HIGHEST)
 
-    def _project(self, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]) -> Array:
-        """Multiplies `x` by the weight `name`, and adds the contribution of its adapter, if there is one.
+    def _project(self, names: Sequence[str], x: Float[Array, "inputs tokens"]) -> list[Array]:
+        """Multiplies `x` by the weights `names`, and adds the contribution of their adapters. The weights may be joined.
 
-        The result is named so that a `jax.checkpoint` policy can select it. `axes` are the weight's logical axes; the product sums over the last axis.
+        The results are named so that a `jax.checkpoint` policy can select them.
         """
-        spec = "hde,et->hdt" if len(axes) == 3 else "oi,it->ot"
-        weight, in_parts = getattr(self, name)[...], self.layout.in_parts(axes[-1])
-        if name == "output":
-            # If heads and head_dim were separate axes, XLA would transpose the weight in every call.
-            weight = weight.reshape(len(weight), -1)
-        result = self._product(spec, weight, x, axes, in_parts=in_parts)
-        if hasattr(self, f"{name}_{LORA_PARTS[0]}"):
+        products = dict(zip(names, self._products(names, x), strict=True))
+        if adapted := [name for name in names if hasattr(self, f"{name}_{LORA_PARTS[0]}")]:
             assert self.config.lora is not None
-            a, b = (getattr(self, f"{name}_{part}")[...] for part in LORA_PARTS)
-            result = result + lora_delta(self._product, spec, a, b, x, axes, scale=self.config.lora.scale)
-        return checkpoint_name(result, "projection")
+            first, second = ([f"{name}_{part}" for name in adapted] for part in LORA_PARTS)
+            for name, low, b in zip(adapted, self._products(first, x), second, strict=True):
+                products[name] = products[name] + self._products([b], low)[0] * self.config.lora.scale
+        return [checkpoint_name(each, "projection") for each in products.values()]
 
-    def _product(
-        self, spec: str, weight: Array | Quantized, x: Array, axes: tuple[str, ...], *, in_parts: bool = False
-    ) -> Array:
-        return product(
-            spec, weight, x, self.compute_dtype, self.layout.weight_sharding(axes), in_parts=in_parts
-        )
+    def _products(self, names: Sequence[str], x: Float[Array, "inputs tokens"]) -> list[Array]:
+        """Multiplies `x` by parameters. Their logical axes state the dimensions that a product sums over (see `output_dimensions`)."""
+        products = []
+        for variable in (getattr(self, name) for name in names):
+            weight, axes = variable.get_value(), variable.get_metadata()["axes"]
+            if weight is None:  # It is joined with an earlier matrix.
+                continue
+            outputs = output_dimensions(axes).stop
+            if len(axes) > outputs + 1:
+                # If heads and head_dim were separate axes, XLA would transpose the weight in every call.
+                weight = weight.reshape(len(weight), -1)
+            sharding = self.layout.weight_sharding(axes[: outputs + 1])
+            # Results of adapters are small, so their partial sums are added in float32.
+            in_parts = "rank" not in axes and self.layout.in_parts(axes[outputs])
+            spec = "hdi,it->hdt" if outputs == 2 else "oi,it->ot"
+            made = product(spec, weight, x, self.compute_dtype, sharding, in_parts=in_parts)
+            shapes = variable.get_metadata("joined", None)
+            products += [made] if shapes is None else split(made, shapes)
+        return products
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -467,11 +472,12 @@ class Decoder(nnx.Module):
         turns, windows = (jnp.asarray(part, jnp.int32) if part else None for part in given)
         tables = tables[0] if turns is None else tuple(map(jnp.stack, zip(*tables, strict=True)))
 
+        same: dict[str, Any] = {"windows": config.windows, "cap": config.score_cap}
+        same["sequences"] = layout.sequences(segment_ids, prefix_ids)
+
         def attend(query: Array, key: Array, value: Array, window: Array | None) -> tuple[Array, None]:
             near = None if window is None else (window, positions)
-            out = layout.attend(
-                query, key, value, segment_ids, prefix_ids, dtype, near=near, windows=config.windows, cap=config.score_cap
-            )  # fmt: skip
+            out = layout.attend(query, key, value, segment_ids, prefix_ids, dtype, near=near, **same)
             return out, None
 
         def counted(own: Array, forced: Array | None) -> dict[str, Array]:
@@ -489,7 +495,7 @@ class Decoder(nnx.Module):
             graph, apart, stacked = nnx.split(blocks, lambda _, leaf: _is_tuple(leaf.get_value()), ...)
 
             def chosen(at: int) -> nnx.State:
-                return jax.tree.map(lambda arrays: arrays[at], apart, is_leaf=_is_tuple)
+                return jax.tree.map(lambda arrays: as_stored(arrays[at]), apart, is_leaf=_is_tuple)
 
             def layer(x: Array, given: tuple[Any, ...]) -> tuple[Array, dict[str, Array] | None]:
                 index, turn, window, weights, forced = given

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import layout as memory
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int, Integer
 
@@ -191,8 +192,9 @@ def _multiplied(
         return _over_blocks(one, blank, sizes, block, [x.astype(wide)])
 
     def kernel(weight: Array, x: Array, sizes: Array) -> Array:
-        tiling = _tiles(len(x), len(sizes), inputs, outputs)
-        return gmm(x.astype(dtype), weight.astype(dtype), sizes, wide, tiling, transpose_rhs=not transposed)
+        tiling, turned = _tiles(len(x), len(sizes), inputs, outputs), _is_turned(*weight.shape[1:])
+        weight = weight.astype(dtype).mT if turned else weight.astype(dtype)
+        return gmm(x.astype(dtype), weight, sizes, wide, tiling, transpose_rhs=transposed == turned)
 
     def batched(weight: Array, x: Array, sizes: Array) -> Array:
         rows = x.astype(dtype).reshape(-1, block, inputs)
@@ -216,8 +218,10 @@ def _outer(left: Array, right: Array, sizes: Array, block: int, dtype: str) -> A
         return _over_blocks(one, blank, sizes, block, [left.astype(kind), right.astype(kind)], steps)
 
     def kernel(left: Array, right: Array, sizes: Array) -> Array:
-        tiling = _tiles(len(left), len(sizes), *widths)
-        return tgmm(left.astype(dtype).T, right.astype(dtype), sizes, wide, tiling)
+        left, right = (right, left) if (turned := _is_turned(*widths)) else (left, right)
+        tiling = _tiles(len(left), len(sizes), left.shape[1], right.shape[1])
+        out = tgmm(left.astype(dtype).T, right.astype(dtype), sizes, wide, tiling)
+        return out.mT if turned else out
 
     # A GPU would wait for the host before each step of a loop without a fixed number of steps.
     fixed = partial(looped, kind=dtype, steps=len(left) // block)
@@ -236,6 +240,20 @@ def _tiles(rows: int, experts: int, inputs: int, outputs: int) -> tuple[int, int
     large = rows % 512 == 0 and rows >= 512 * experts
     inner, outer = (min(1024, -(-size // 128) * 128) for size in (inputs, outputs))
     return 512 if large else 128, inner, outer
+
+
+def _is_turned(rows: int, columns: int) -> bool:
+    """Returns whether a TPU stores matrices [rows, columns] by columns, with less padding to 128. A kernel gets their transpose, which needs no copy."""
+    return columns * -(-rows // 128) < rows * -(-columns // 128)
+
+
+def as_stored(x: Array) -> Array:
+    """Keeps the order in which a TPU stores an argument. For a result of a branch, the compiler would otherwise copy the argument to its default order."""
+    if x.ndim < 2 or not _is_turned(*x.shape[-2:]):
+        return x
+    order = memory.Layout((*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+    ordered = partial(memory.with_layout_constraint, layouts=order)
+    return lax.platform_dependent(x, tpu=ordered, default=lambda x: x)
 
 
 def _expert_at(sizes: Array, row: Array) -> Array:

@@ -77,7 +77,8 @@ def one_token(
         part.reshape(*grouped, *part.shape[2:]) for part in (value, mixed.write.T, mixed.decay.T)
     )
     memory = state.memory.reshape(*grouped, *state.memory.shape[2:]) * jnp.exp(decay)[..., None, None]
-    change = write[..., None] * (value - _einsum("skd,skrde->skre", key, memory))
+    # Without the barrier, XLA on a GPU would compute the new memory in a copy.
+    change = lax.optimization_barrier(write[..., None] * (value - _einsum("skd,skrde->skre", key, memory)))
     memory = memory + key[:, :, None, :, None] * change[..., None, :]
     out = _einsum("skd,skrde->skre", query, memory).reshape(slots, -1, value.shape[-1])
     new = DeltaState(memory.reshape(state.memory.shape), tuple(part[..., 1:] for part in wide))

@@ -1,7 +1,7 @@
 """Defines how a decoder's arrays are distributed over devices: the interface that the decoder uses, and its implementation for one device."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import Array, Float, Int
@@ -35,6 +35,9 @@ def is_float32(axes: tuple[str, ...]) -> bool:
 @dataclass(frozen=True)
 class Layout:
     """The layout for a single device, or for arrays that the compiler places. `parallel.training_layout.MeshLayout` places all arrays explicitly."""
+
+    by_blocks: bool = field(default=False, kw_only=True)
+    """Whether attention skips masked blocks, as on a CPU (see `dapo_jax.models.attention.row_attention`)."""
 
     def shard(self, program: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
         """Wraps `program` so that it runs on all devices. `program` maps parameters and arrays of shape [rows, seq] to arrays of shape [rows, seq]."""
@@ -83,6 +86,10 @@ class Layout:
         """Looks up the embeddings of `tokens` in `table`, rounded to `dtype` and transposed. The result is the initial residual stream."""
         return rounded(looked_up(table, tokens), dtype).T
 
+    def sequences(self, segment_ids: Int[Array, "batch seq"], prefix_ids: Array | None) -> Any:
+        """Returns the arrays that `attend` derives from the segments, to compute them once for all layers, or None if there are no such arrays."""
+        return None
+
     def attend(
         self,
         query: Float[Array, "heads head_dim tokens"],
@@ -95,9 +102,11 @@ class Layout:
         near: Near | None = None,
         windows: Sequence[int] = (),
         cap: float | None = None,
+        sequences: Any = None,
     ) -> Float[Array, "heads head_dim tokens"]:
-        """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`). The window in `near` is one of `windows`."""
-        return causal_attention(query, key, value, segment_ids, prefix_ids, near=near, cap=cap, dtype=dtype)
+        """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`). The window in `near` is one of `windows`. Without `sequences`, they are computed."""
+        how: dict[str, Any] = {"near": near, "cap": cap, "dtype": dtype, "by_blocks": self.by_blocks}
+        return causal_attention(query, key, value, segment_ids, prefix_ids, **how)
 
     def logprobs(
         self,

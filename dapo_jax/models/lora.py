@@ -4,7 +4,7 @@ An adapter changes the product with a frozen matrix W to y = W x + (alpha / rank
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,25 +94,6 @@ def adapter(
         nnx.LoRAParam(initial, axes=("rank", *axes[outputs:])),
         nnx.LoRAParam(zeros, axes=(*axes[:outputs], "rank")),
     )
-
-
-def lora_delta(
-    product: Callable[..., Array],
-    spec: str,
-    a: Array,
-    b: Array,
-    x: Array,
-    axes: tuple[str, ...],
-    *,
-    scale: float,
-) -> Array:
-    """Returns scale B A x, which a layer adds to the product W x of its frozen weight.
-
-    `spec` and `axes` are the einsum and the logical axes of W. If inputs are split over devices, each device computes a partial sum, as for W x.
-    """
-    outputs = spec.split("->")[1].removesuffix("t")
-    low = product("ri,it->rt", a.reshape(len(a), -1), x, ("rank", axes[-1]))
-    return product(f"{outputs}r,rt->{outputs}t", b, low, (*axes[:-1], "rank")) * scale
 
 
 def parted(params: nnx.State) -> tuple[nnx.State, nnx.State]:

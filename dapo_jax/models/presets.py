@@ -215,12 +215,6 @@ class DecoderConfig:
         return 4 * numbers * self.count("delta_blocks")
 
     @property
-    def beyond_gpu(self) -> str:
-        """The options of this decoder that the GPU's kernel for a KV cache does not implement, in words, or an empty string."""
-        found = {"sliding windows": any(self.windows), "capped attention scores": self.score_cap is not None}
-        return " and ".join(name for name, there in found.items() if there)
-
-    @property
     def vocab_rows(self) -> int:
         """Number of rows of the embedding and the unembedding. Rows beyond `vocab_size` are padding: no token uses them."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

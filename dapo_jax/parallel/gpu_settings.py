@@ -18,6 +18,11 @@ FLAGS = {
 }
 """XLA flags. Command buffers and NCCL keep their defaults, because XLA enables command buffers, and NVIDIA's JAX images set no NCCL variable."""
 
+_UNMERGED = {"xla_gpu_dot_merger_threshold_mb": 0}
+DECODING_OPTIONS = {**_UNMERGED, "xla_gpu_enable_triton_gemm": False}, _UNMERGED
+"""XLA options of the decoding program: with weights in the compute dtype, and with 8-bit weights. XLA then does not copy matrices to join them.
+cuBLAS adds products to the residual stream. For Triton, XLA splits long sums and adds the parts. cuBLAS would need a copy of 8-bit weights in 16 bits."""
+
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """The environment variable for the memory fraction, and its former name. jaxlib raises an error if both are set."""
 

@@ -24,7 +24,7 @@ from dapo_jax.dapo.precision import WeightSharding, gathered
 from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models.attention import Near, row_attention
-from dapo_jax.models.cudnn import packed_attention
+from dapo_jax.models.cudnn import packed, packed_attention
 from dapo_jax.models.kernels import splash_attention, splash_kernel
 from dapo_jax.models.layout import Layout, Matrices, Mixture
 from dapo_jax.parallel.mesh import BATCH_AXES
@@ -36,7 +36,10 @@ ROWS = PartitionSpec(BATCH_AXES, "context")
 
 def layout_of(mesh: Mesh, *, attention: str = "xla") -> Layout:
     """Returns the layout for a mesh. For a single device without an attention kernel, this is the default `Layout`."""
-    return MeshLayout(mesh, attention) if mesh.size > 1 or attention != "xla" else Layout()
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if mesh.size > 1 or attention != "xla":
+        return MeshLayout(mesh, attention, by_blocks=on_cpu)
+    return Layout(by_blocks=on_cpu)
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,10 @@ class MeshLayout(Layout):
         return WeightSharding("fsdp", split.index("fsdp"), parts_first)
 
     def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
-        return x if self.mesh.shape["tensor"] == 1 else _gather(x, "tensor", 1, dtype)
+        return x if self.mesh.shape["tensor"] == 1 else _gather(x, "tensor", 1, _sent(self.mesh, dtype))
 
     def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
-        return x if self.mesh.shape["tensor"] == 1 else _scatter(x, "tensor", 1, dtype)
+        return x if self.mesh.shape["tensor"] == 1 else _scatter(x, "tensor", 1, _sent(self.mesh, dtype))
 
     def experts(
         self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
@@ -94,13 +97,13 @@ class MeshLayout(Layout):
             return mixture(x, factors, routes, matrices, sharding=later)
         mine = jax.checkpoint(partial(mixture, first=lax.axis_index("fsdp") * held))
         whole = (
-            _gather(x, "fsdp", 1, dtype).T,
-            _gather(factors, "fsdp", 0, "float32"),
+            _gather(x, "fsdp", 1, _sent(self.mesh, dtype)).T,
+            _gather(factors, "fsdp", 0, _sent(self.mesh, "float32")),
             lax.all_gather(routes, "fsdp", tiled=True),
         )
         given = tuple(each.reshape(parts, -1, each.shape[1]) for each in whole)
         made = lax.map(lambda part: mine(part[0].T, *part[1:], matrices).T, given)
-        return _scatter(made.reshape(-1, len(x)).T, "fsdp", 1, dtype)
+        return _scatter(made.reshape(-1, len(x)).T, "fsdp", 1, _sent(self.mesh, dtype))
 
     def prompts(self, prefix_ids: Array | None) -> Array | None:
         # Rows for splash contain a copy of the prompt for each response.
@@ -112,8 +115,8 @@ class MeshLayout(Layout):
     def rows(
         self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
     ) -> Float[Array, "rows seq embed"]:
-        whole = _gather(x, "tensor", 0, dtype).reshape(*shape, -1)
-        return _gather(whole, "context", 1, dtype)
+        whole = _gather(x, "tensor", 0, _sent(self.mesh, dtype)).reshape(*shape, -1)
+        return _gather(whole, "context", 1, _sent(self.mesh, dtype))
 
     def lookup(
         self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
@@ -123,7 +126,11 @@ class MeshLayout(Layout):
         place = tokens - lax.axis_index("tensor") * len(rows)
         here = (place >= 0) & (place < len(rows))
         found = jnp.where(here[:, None], looked_up(rows, jnp.where(here, place, 0)), 0.0)
-        return _scatter(found.T, "tensor", 1, dtype)
+        return _scatter(found.T, "tensor", 1, _sent(self.mesh, dtype))
+
+    def sequences(self, segment_ids: Int[Array, "batch part"], prefix_ids: Array | None) -> Any:
+        prefix = segment_ids if prefix_ids is None else prefix_ids
+        return packed(segment_ids, prefix) if self.attention == "cudnn" else None
 
     def attend(
         self,
@@ -137,29 +144,31 @@ class MeshLayout(Layout):
         near: Near | None = None,
         windows: Sequence[int] = (),
         cap: float | None = None,
+        sequences: Any = None,
     ) -> Float[Array, "heads head_dim tokens"]:
         own, prefix = segment_ids, segment_ids if prefix_ids is None else prefix_ids
         q, k, v = (part.reshape(*part.shape[:2], *own.shape) for part in (query, key, value))
-        k, v = (_gather(part, "context", 3, dtype) for part in (k, v))
+        k, v = (_gather(part, "context", 3, _sent(self.mesh, dtype)) for part in (k, v))
         segments = lax.all_gather(own, "context", axis=1, tiled=True)
         parts = self.mesh.shape["context"]
 
-        def by_window(attend: Callable[[int], Array]) -> Array:
+        def by_window(attend: Callable[..., Array]) -> Array:
             """Calls a kernel with the layer's window, which is static in kernels."""
             kinds = sorted(set(windows)) or [0]
             kind = 0 if near is None else jnp.searchsorted(jnp.array(kinds, jnp.int32), near[0])
-            return lax.switch(kind, [partial(attend, window) for window in kinds])
+            return lax.switch(kind, [partial(attend, window=window) for window in kinds])
 
         if self.attention == "cudnn":
             assert cap is None, "`training_pass` chooses XLA"
-            out = by_window(lambda window: packed_attention(q, k, v, own, prefix, window=window, dtype=dtype))
+            out = by_window(partial(packed_attention, q, k, v, own, prefix, rows=sequences, dtype=dtype))
         elif self.attention == "xla":
             first = lax.axis_index("context") * own.shape[1] if parts > 1 else None
             if near is not None:
                 near = near[0], lax.all_gather(near[1], "context", axis=1, tiled=True)
-            out = row_attention(q, k, v, own, prefix, segments, first=first, near=near, cap=cap, dtype=dtype)
+            how: dict[str, Any] = {"near": near, "cap": cap, "dtype": dtype, "by_blocks": self.by_blocks}
+            out = row_attention(q, k, v, own, prefix, segments, first=first, **how)
         else:
-            how: dict[str, Any] = {"parts": parts, "interpret": self.attention == "splash_interpreted"}
+            how = {"parts": parts, "interpret": self.attention == "splash_interpreted"}
 
             def splash(window: int) -> Array:
                 heads, head_dim = q.shape[:2]
@@ -247,27 +256,29 @@ class SamplerLayout(Layout):
         down: Any = Quantized(inner, PartitionSpec()) if isinstance(matrices[2], Quantized) else inner
 
         def part(*given: Any) -> Array:
-            return _rounded(mixture(*given), dtype, lambda x: lax.psum(x, "tensor"))
+            return _rounded(mixture(*given), _sent(self.mesh, dtype), lambda x: lax.psum(x, "tensor"))
 
         places = columns, PartitionSpec(rows), PartitionSpec(rows), (outer, outer, down)
         program = jax.shard_map(part, mesh=self.mesh, in_specs=places, out_specs=columns, check_vma=False)
         return program(x, factors, routes, matrices)
 
 
-def _rounded(x: Array, dtype: str, collective: Callable[[Array], Array]) -> Array:
-    """Casts an array to `dtype`, the precision of matrix products (see `product`), and calls a collective on it. On CPU, the array is not cast."""
-    if np.dtype(dtype) == x.dtype:
-        return collective(x)
-    return lax.platform_dependent(
-        x, cpu=collective, default=lambda x: collective(x.astype(dtype)).astype(x.dtype)
-    )
+def _sent(mesh: Mesh, dtype: str) -> str | None:
+    """Returns the dtype in which collectives transfer activations: `dtype`, the precision of matrix products (see `product`), or None on CPU, where they are not cast."""
+    # `lax.platform_dependent` would leave a branch around each collective, and on a GPU, the host waits for the device at every branch.
+    return None if mesh.devices.flat[0].platform == "cpu" else dtype
 
 
-def _all_gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
+def _rounded(x: Array, dtype: str | None, collective: Callable[[Array], Array]) -> Array:
+    """Casts an array to `dtype`, and calls a collective on it."""
+    return collective(x) if dtype is None else collective(x.astype(dtype)).astype(x.dtype)
+
+
+def _all_gather(x: Array, axis: str, dim: int, dtype: str | None) -> Array:
     return _rounded(x, dtype, lambda x: lax.all_gather(x, axis, axis=dim, tiled=True))
 
 
-def _sum_scatter(x: Array, axis: str, dim: int, dtype: str) -> Array:
+def _sum_scatter(x: Array, axis: str, dim: int, dtype: str | None) -> Array:
     return _rounded(x, dtype, lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True))
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Int, PyTree
 
 from dapo_jax.dapo.quantization import quantized
 from dapo_jax.models.decoder import is_apart, stacks_of
+from dapo_jax.models.joined import joined
 from dapo_jax.models.layout import is_float32, output_dimensions
 from dapo_jax.models.lora import merged, put_together
 from dapo_jax.parallel.mesh import AXES, Meshes
@@ -26,7 +27,7 @@ from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, 
 from dapo_jax.parallel.together import Together
 
 SamplerWeights = dict[str, PyTree]
-"""The sampler's weights. `layers` is a tuple with the state of each block. `ends` contains the embedding, the final norm and the unembedding."""
+"""The sampler's weights. `layers` is a tuple with the state of each block, in which matrices are joined (see `models.joined`). `ends` contains the embedding, the final norm and the unembedding."""
 
 
 def both_on(mesh: Mesh) -> Meshes:
@@ -47,6 +48,7 @@ class WeightTransfer:
         eight_bit: store matrices as int8 with one scale per output (`Quantized`). Biases and adapters remain in `dtype`.
         merged_by: factor with which adapters are merged into their weight matrices, in float32. None: adapters stay separate.
         places: `DecoderConfig.places`; required if there are Gated DeltaNet layers.
+        join: join matrices that multiply the same tokens (see `dapo_jax.models.joined`).
 
     Raises:
         ValueError: a dimension is not divisible by the size of its mesh axis.
@@ -54,7 +56,7 @@ class WeightTransfer:
 
     def __init__(
         self, params: nnx.State, where: Mesh | Meshes, *, dtype: str, eight_bit: bool = False, merged_by: float | None = None,
-        places: Sequence[tuple[str, int]] = (),
+        places: Sequence[tuple[str, int]] = (), join: bool = True,
     ) -> None:  # fmt: skip
         self._frozen = nnx.State({})
         meshes = both_on(where) if isinstance(where, Mesh) else where
@@ -74,6 +76,9 @@ class WeightTransfer:
         self._placed = shardings(params, meshes.train)
         self._source = shardings(shapes, meshes.train)
         self._target = shardings(shapes, meshes.publish, SAMPLER_RULES)
+        self._join = partial(joined, parts=meshes.sampler.shape["tensor"]) if join else lambda part: part
+        shapes = {name: jax.eval_shape(self._join, part) for name, part in shapes.items()}
+        made = shardings(shapes, meshes.publish, SAMPLER_RULES)
         self._sampler = shardings(shapes, meshes.sampler, SAMPLER_RULES)
         out = jax.tree.map(_shaped, shapes, self._sampler)
         # Adapters may be in the layers of one stack only.
@@ -81,10 +86,10 @@ class WeightTransfer:
         self.shapes: SamplerWeights = {"layers": layers, "ends": out["ends"]}
         """Shapes and shardings of the transferred weights."""
         self._layer = {
-            name: Together(jax.jit(partial(self._layer_program, name), out_shardings=self._target[name]))
+            name: Together(jax.jit(partial(self._layer_program, name), out_shardings=made[name]))
             for name in stacks
         }
-        self._ends = Together(jax.jit(self._ends_program, out_shardings=self._target["ends"]))
+        self._ends = Together(jax.jit(self._ends_program, out_shardings=made["ends"]))
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
         """Casts and reshards the weights on all devices (a collective call), and turns the local shards into arrays on the sampler's mesh without copying them.
@@ -103,9 +108,9 @@ class WeightTransfer:
 
     def with_base(self, frozen: nnx.State) -> "WeightTransfer":
         """Returns a transfer that is called with adapters alone, and joins them with the base `frozen`. The layers of `frozen` are stacked."""
-        joined = copy(self)
-        joined._frozen = frozen
-        return joined
+        made = copy(self)
+        made._frozen = frozen
+        return made
 
     def shared(self, params: nnx.State) -> SamplerWeights:
         """Returns sampler weights that share the arrays of `params`, which must be separate per layer and sharded as in the sampler (see `shares_base`)."""
@@ -132,7 +137,7 @@ class WeightTransfer:
         return layer if self._merged_by is None else merged(layer, self._merged_by)
 
     def _move(self, part: str, tree: nnx.State) -> nnx.State:
-        return jax.tree.map(_carry, self._cast(tree), self._source[part], self._target[part])
+        return self._join(jax.tree.map(_carry, self._cast(tree), self._source[part], self._target[part]))
 
     def _cast(self, tree: nnx.State) -> nnx.State:
         def cast(leaf: nnx.Variable) -> nnx.Variable:
@@ -156,7 +161,7 @@ class AdapterTransfer:
         self._adapters, self._base, self._frozen = adapters, base, frozen
         self._moved: SamplerWeights | None = None
         self.base_shapes = base.shapes
-        self.shapes = _joined(base.shapes, adapters.shapes)
+        self.shapes = _with_adapters(base.shapes, adapters.shapes)
         """Shapes and shardings of the transferred weights. The attribute `base_shapes` contains only the base."""
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
@@ -164,7 +169,7 @@ class AdapterTransfer:
         if self._moved is None:
             transfer = self._base.shared if is_apart(self._frozen) else self._base
             self._moved = transfer(self._frozen)
-        return _joined(self._moved, self._adapters(params))
+        return _with_adapters(self._moved, self._adapters(params))
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
         """Lowers the programs that each call executes, for adapters with the shapes of `params` (see `WeightTransfer.lower`)."""
@@ -184,7 +189,7 @@ def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:
     return all(one.is_equivalent_to(*other) for one, *other in zip(trained, sampled, sizes, strict=True))
 
 
-def _joined(base: SamplerWeights, adapters: SamplerWeights) -> SamplerWeights:
+def _with_adapters(base: SamplerWeights, adapters: SamplerWeights) -> SamplerWeights:
     layers = zip(base["layers"], adapters["layers"], strict=True)
     return {"layers": tuple(nnx.merge_state(*pair) for pair in layers), "ends": base["ends"]}
 

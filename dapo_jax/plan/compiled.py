@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from dapo_jax.models.cudnn import workspace_bytes
 from dapo_jax.plan.collectives import Traffic, collectives
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -23,6 +24,7 @@ class ProgramMemory:
     aliased: int
     """Bytes of outputs that reuse the memory of donated arguments."""
     temporaries: int
+    """Bytes of temporary arrays, with cuDNN's workspace for gradients, which XLA itself counts only if it compiles for a present GPU."""
     code: int | None
     """Bytes of the program's code, or None if the compiler does not report them, as with CUDA."""
 
@@ -64,7 +66,9 @@ def compile_program(name: str, lower: Callable[[], Any], **counting: Any) -> Pro
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return Program(name=name, compile_s=time.monotonic() - began, memory=None, refusal=str(error))
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    calls = re.findall(r"\(\w+\[(\d+),(\d+),(\d+),\d+\].* u8\[0\].*cudnn\$fmhaSoftmaxBackward", text)
+    workspace = max((workspace_bytes(*map(int, sizes)) for sizes in calls), default=0)
     return Program(
         name=name,
         compile_s=time.monotonic() - began,
@@ -72,10 +76,10 @@ def compile_program(name: str, lower: Callable[[], Any], **counting: Any) -> Pro
             arguments=memory.argument_size_in_bytes,
             outputs=memory.output_size_in_bytes,
             aliased=memory.alias_size_in_bytes,
-            temporaries=memory.temp_size_in_bytes,
+            temporaries=memory.temp_size_in_bytes + workspace,
             code=memory.generated_code_size_in_bytes or None,
         ),
-        traffic=collectives(compiled.as_text(), **counting),
+        traffic=collectives(text, **counting),
     )
 
 

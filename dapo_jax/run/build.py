@@ -129,8 +129,7 @@ class Run:
             self.notes.append(f"the initial weights are from {self.policy.checkpoint} of {model.source}")
         if often := asked_too_often(config, self._prompts.rows_per_epoch):
             self.notes.append("; ".join(often))
-        cached = config.sampling.cache_dtype or model.compute_dtype
-        slower = without_kernel(meshes.sampler, decoder.head_dim, cached, decoder.beyond_gpu)
+        slower = without_kernel(meshes.sampler, config.sampling.cache_dtype or model.compute_dtype)
         self.notes += filter(None, (how.note, slower, decoder.length_note))
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.dynamic_sampling import Collected
@@ -15,7 +15,7 @@ from dapo_jax.dapo.rollouts import Group, Rollout
 from dapo_jax.parallel.together import all_gather_bytes
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.run.loop import Observer, StepResult
+from dapo_jax.run.loop import Metrics, Observer, StepResult
 from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress
@@ -35,6 +35,7 @@ class Ratios(Observer):
         self._config, self._batches, self._updater = config, batches, updater
         self._wanted: set[int] = set()
         self._groups: list[list[Group]] = []
+        self._asked: tuple[list[Group], list[Array]] = [], []
         self.found: dict[tuple[int, int], Float[np.ndarray, " response"] | None] = {}
         """The `TokenRatios` of the last step. Empty if the rollouts of that step are not logged."""
 
@@ -47,16 +48,18 @@ class Ratios(Observer):
         self._groups = self._batches.split(collected.groups, step) if trained else []
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
-        """Computes the ratios with the weights before the update."""
+        """Starts to compute the ratios with the weights before the update."""
         groups = self._groups[index] if self._groups else []
         wanted = [group for group in groups if group.prompt.ordinal in self._wanted]
-        if not wanted:
-            return
-        ratios = self._updater.ratios(state, minibatch, first=index == 0)
+        self._asked = wanted, self._updater.ratios(state, minibatch, first=index == 0) if wanted else []
+
+    def after_update(self, minibatch: Minibatch, metrics: Metrics, *, learning_rate: float) -> None:
+        """Reads the ratios. The update is already dispatched, so the device does not wait for the host."""
+        wanted, ratios = self._asked
         # A response is identified by its tokens, since identical responses to the same prompt have the same ratios.
         of_text = {
             tokens.tobytes(): values
-            for stack, found in zip(minibatch, on_host(ratios), strict=True)
+            for stack, found in zip(minibatch, on_host(ratios), strict=bool(ratios))
             for tokens, values in responses_in(on_host(replace(stack.microbatches, routes=None)), found)
         }
         for group in wanted:

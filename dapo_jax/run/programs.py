@@ -20,7 +20,7 @@ from dapo_jax.config.algorithms import CLIPS
 from dapo_jax.config.keys import prefixed
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
 from dapo_jax.dapo.rollouts import NO_ROUTE
-from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.decoder import graph_of, is_apart
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import parted
 from dapo_jax.models.presets import DecoderConfig
@@ -92,19 +92,20 @@ def transfer_of(policy: Policy, meshes: Meshes, sampling: SamplingConfig, *, dty
         return _transfer(decoder, meshes, "all", **how)
     if sampling.merge_lora:
         return _transfer(decoder, meshes, "merged", **how).with_base(policy.frozen)
-    adapters, base = (_transfer(decoder, meshes, part, **how) for part in ("adapters", "base"))
-    return AdapterTransfer(adapters, base, policy.frozen)
+    # Arrays that are shared with the trainer have its form.
+    base = _transfer(decoder, meshes, "base", join=not is_apart(policy.frozen), **how)
+    return AdapterTransfer(_transfer(decoder, meshes, "adapters", **how), base, policy.frozen)
 
 
 @lru_cache(maxsize=2 * _KEPT)
 def _transfer(
-    decoder: DecoderConfig, meshes: Meshes, part: str, *, dtype: str, eight_bit: bool
+    decoder: DecoderConfig, meshes: Meshes, part: str, *, dtype: str, eight_bit: bool, join: bool = True
 ) -> WeightTransfer:
     shapes = shapes_of(decoder)
     trained, frozen = parted(shapes)
     moved = {"adapters": trained, "base": frozen}.get(part, shapes)
     factor = decoder.lora.scale if part == "merged" and decoder.lora is not None else None
-    how: dict[str, Any] = {"dtype": dtype, "eight_bit": eight_bit, "merged_by": factor}
+    how: dict[str, Any] = {"dtype": dtype, "eight_bit": eight_bit, "merged_by": factor, "join": join}
     return WeightTransfer(moved, meshes, **how, places=decoder.places)
 
 

@@ -170,12 +170,11 @@ def room_for_cache(
     dtype = sampling.cache_dtype or compute_dtype
     kind = kind_for(
         mesh,
-        decoder.head_dim,
         page_tokens=sampling.page_tokens,
         cache_tokens=sampling.cache_tokens,
         dtype=dtype,
         turns=in_flight > 0 or sampling.batch_invariant or has_turns,
-        beyond_gpu=decoder.beyond_gpu,
+        capacity=capacity,
     )
     if memory is None or sampling.cache_tokens or kind == "slots":
         return None

@@ -138,20 +138,19 @@ def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: in
 
 
 def append_to_pages(
-    cache: LayerCache, page: PerSlot, lengths: PerSlot, key: NewHeads, value: NewHeads, *, keys_axis: int = 3
+    cache: LayerCache, page: PerSlot, lengths: PerSlot, key: NewHeads, value: NewHeads
 ) -> LayerCache:
     """Appends one token to each slot, after its `lengths` tokens. `page` is the result of `page_of_new`. Tokens for out-of-range pages are dropped."""
     dtype, offset = cache.values.dtype.name, lengths % cache.values.shape[2]
     (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
-    at = page, slice(None), offset
 
-    def put(into: Any, new: Any, at: tuple[Any, ...] = at) -> Any:
+    def put(into: Any, new: Any, *before: slice) -> Any:
         if into is None:
             return None
+        at = page, slice(None), *before, offset
         return into.at[at].set(jnp.moveaxis(new, -1, 0), mode="drop", unique_indices=True)
 
-    keys = put(cache.keys, key, (*at[:2], slice(None), offset) if keys_axis == 3 else at)
-    values = put(cache.values, value)
+    keys, values = put(cache.keys, key, slice(None)), put(cache.values, value)
     return LayerCache(keys, values, put(cache.key_scales, key_scale), put(cache.value_scales, value_scale))
 
 

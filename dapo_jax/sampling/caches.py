@@ -23,28 +23,35 @@ _MODULES: dict[Kind, Any] = {"slots": cache, "pages": cache, "tpu": tpu_cache, "
 DEFAULT_PAGE_TOKENS = {"tpu": 128}
 """Default number of tokens per page by platform; 64 on other platforms. The TPU default is the number of lanes in a register."""
 
+MOST_DENSE = 256
+"""Maximum capacity of a dense cache on a single CPU. A step reads a longer dense cache in chunks, whose copies take twice as long as reading pages."""
+
 
 def kind_for(
-    mesh: Mesh, head_dim: int, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False, beyond_gpu: str = ""
-) -> Kind:  # fmt: skip
+    mesh: Mesh,
+    *,
+    page_tokens: int = 0,
+    cache_tokens: int = 0,
+    dtype: str = "float32",
+    turns: bool = False,
+    capacity: int = 0,
+) -> Kind:
     """Returns the kind of cache for a mesh. `turns` is True if responses may leave their slots and keep their cached tokens. On CPU, the cache is paged
-    only if `turns` is True, a page or cache size is set, or the dtype is 8-bit. The GPU's kernel is not used if there are options `beyond_gpu` (see `DecoderConfig`)."""
+    only if `turns` is True, a page or cache size is set, the dtype is 8-bit, or `capacity` is above `MOST_DENSE` on a single device."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
-    if platform == "gpu" and not beyond_gpu and not gpu_cache.without_kernel(head_dim, dtype):
+    if platform == "gpu" and not without_kernel(mesh, dtype):
         return "gpu"
     asked = page_tokens or cache_tokens or turns or dtype in cache.EIGHT_BITS
+    asked = asked or (capacity > MOST_DENSE and mesh.size == 1)
     return "slots" if platform == "cpu" and not asked else "pages"
 
 
-def without_kernel(mesh: Mesh, head_dim: int, dtype: str, beyond_gpu: str = "") -> str:
+def without_kernel(mesh: Mesh, dtype: str) -> str:
     """Returns a warning if decoding runs on a GPU and attention uses XLA operations instead of a kernel, else an empty string."""
     device = mesh.devices.flat[0]
-    if device.platform != "gpu":
-        return ""
-    reason = f"the kernel of the paged cache does not support the model's {beyond_gpu}" if beyond_gpu else ""
-    if not (reason := reason or gpu_cache.without_kernel(head_dim, dtype)):
+    if device.platform != "gpu" or not (reason := gpu_cache.without_kernel(device, dtype)):
         return ""
     return f"decoding on {device.device_kind} uses XLA operations for attention, which are slower than a kernel: {reason}"
 

@@ -19,10 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
+from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, empty_state, rope_tables
 from dapo_jax.models.gated_delta import DeltaState, one_token
 from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.parallel.gpu_settings import DECODING_OPTIONS
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.training_layout import SamplerLayout
 from dapo_jax.parallel.weights import SamplerWeights
@@ -135,9 +137,7 @@ class DecoderEngine:
         self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
         asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         leaves_slots = in_flight > 0 or batch_invariant or has_turns
-        kind = cache or kind_for(
-            mesh, config.head_dim, **asked, turns=leaves_slots, beyond_gpu=config.beyond_gpu
-        )
+        kind = cache or kind_for(mesh, **asked, turns=leaves_slots, capacity=capacity)
         # Pages can stay outside the slots, but recurrent states cannot, so models with Gated DeltaNet re-prefill episodes between turns.
         parks = has_turns and not batch_invariant and config.delta is None
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
@@ -202,7 +202,9 @@ class DecoderEngine:
         self._none_paused = jax.jit(self._none_paused_program, out_shardings=held)
         self._paused = jax.jit(self._paused_program, donate_argnums=0, out_shardings=held)
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
-        self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
+        generate = partial(jax.jit, self._generate_program, donate_argnums=1, out_shardings=(state, whole))
+        options = DECODING_OPTIONS if self._fixed_steps else (None, None)
+        self._generate = [generate(compiler_options=each) for each in options]
 
     def init_decode_state(self) -> DecodeState:
         return self._init()
@@ -279,9 +281,13 @@ class DecoderEngine:
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
         until = np.full(self.slots, np.iinfo(np.int32).max, np.int32) if until is None else until
         # The arrays are copied, because the caller changes them while the device may still be reading.
-        return self._generate(
+        return self._generate_with(params)(
             params, state, self._rope, decoding, np.int32(min_live), tables.copy(), until.copy()
         )
+
+    def _generate_with(self, params: SamplerWeights) -> Any:
+        """Returns the compiled function for these weights, which may be 8-bit."""
+        return self._generate[isinstance(params["ends"]["embedding"].get_value(), Quantized)]
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
         """Maps the name of each sampling program to a function that lowers the program. `params` and `decoding` may be shape structs."""
@@ -292,10 +298,10 @@ class DecoderEngine:
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
         positions = jax.ShapeDtypeStruct((self.capacity,), jnp.int32)
         rope = self._angles.eval_shape(positions, self._config)
-        programs, prefixes = self._read.programs(params, again=again)
+        (programs, prefixes), decode = self._read.programs(params, again=again), self._generate_with(params)
         made = {
             "init": self._init.lower,
-            "generate": partial(self._generate.lower, params, state, rope, decoding, number, tables, column),
+            "generate": partial(decode.lower, params, state, rope, decoding, number, tables, column),
             "release": partial(self._release.lower, state, column, number),
             **programs,
         }

@@ -15,7 +15,7 @@ from tests.several import ROOT
 
 def results_of(folder, *more):
     """Runs the command without peers, and returns the results that it wrote."""
-    words = "--size tiny --rollout 2,4,8,8 --update 2,4,8,8 --rows-per-microbatch 4 --rounds 2 --platforms cpu --card h100"
+    words = "--size tiny --rollout 2,4,8,8 2,8,8,8 --update 2,4,8,8 --rows-per-microbatch 4 --rounds 2 --platforms cpu --card h100"
     command = [sys.executable, "-m", "benchmarks.gpu", *words.split(), "--peers", folder / "none", "--out", folder, *more]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "vllm is left out" in done.stdout
@@ -27,11 +27,30 @@ def test_systems_that_are_not_installed_are_left_out(tmp_path):
     assert results_of(tmp_path, "--systems", "vllm", "trl") == {}
 
 
-# Slow: compiles decoding and an update in other processes. The test above runs the command without our system.
+def test_the_most_important_measurements_are_first():
+    """256 slots and packed rows of 384 + 8 x 2,000 = 16,384 tokens, each with both kinds of flags. Then 1,024 and 64 slots, and other systems at the end."""
+    cases = gpu._cases(gpu._arguments([]))
+    by_hand = [
+        ("rollout", (16, 16, 128, 256)),
+        ("update", (2, 8, 384, 2000)),
+        ("rollout", (16, 64, 128, 256)),
+    ]
+    by_hand += [("update", (2, 8, 256, 768)), ("rollout", (16, 4, 128, 256))]
+    ours = [(*case, "ours", flags) for case in by_hand for flags in ("repeatable", "timed")]
+    assert cases[:10] == ours
+    assert [case[2] for case in cases[10:]] == ["vllm", "trl", "vllm", "trl", "vllm"]
+
+
+def test_no_measurement_starts_after_the_given_minutes(tmp_path):
+    assert results_of(tmp_path, "--minutes", "0") == {}
+
+
+# Slow: compiles decoding and an update in other processes. The tests above run the command without our system.
 @pytest.mark.slow
-def test_one_command_measures_our_system(tmp_path):
+def test_one_command_measures_our_system_with_both_kinds_of_flags(tmp_path):
     found = results_of(tmp_path)
-    assert set(found) == {"rollout:ours", "update:ours"}
+    sizes = ("rollout 2x4x8x8", "rollout 2x8x8x8", "update 2x4x8x8")
+    assert set(found) == {f"{size}:ours{timed}" for size in sizes for timed in ("", " timed")}
     for result in found.values():
         assert len(result["seconds"]) == len(result["share"]) == 2
         assert all(0 < share < 1 for share in result["share"])

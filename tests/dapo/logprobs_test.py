@@ -1,6 +1,7 @@
 """`token_logprobs` and `chunked_logprobs` compared with a float64 oracle and each other, and their memory."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dapo_jax import chunked_logprobs, token_logprobs
 from tests import oracle
+from tests.plan.products import lowered_products
 
 TOKENS, EMBED, VOCAB = 10, 4, 11
 
@@ -184,6 +186,112 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
     )  # of two models
     # With a copy of the output matrix, and its gradient.
     assert long < 5 * 2048 * 128 * 4 + 2 * 151_936 * 8 * 4
+
+
+VOCABULARIES = {
+    "Qwen3": 151_936, "Qwen2.5": 152_064, "Llama 3": 128_256, "Gemma 3": 262_144, "SmolLM2": 49_152, "a prime number": 32_003,
+    "Qwen3 on 8 devices": 18_992, "Llama 2 on 32 devices": 1_000, "bytes": 259,
+}  # fmt: skip
+
+
+def lowered_for(platform, score, vocab, tokens=16, embed=8):
+    def total(hidden, unembedding, targets):
+        return score(hidden, unembedding, targets)[0].sum()
+
+    shapes = (
+        jax.ShapeDtypeStruct((tokens, embed), jnp.float32),
+        jax.ShapeDtypeStruct((vocab, embed), jnp.float32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+    )
+    traced = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).trace(*shapes)
+    return traced.lower(lowering_platforms=(platform,)).as_text(debug_info=True)
+
+
+@pytest.mark.parametrize(
+    ("platform", "chunk_vocab"), [("cuda", 2048), ("cuda", 2000), ("cuda", 50), ("tpu", 2048)]
+)
+@pytest.mark.parametrize("vocab", VOCABULARIES.values(), ids=VOCABULARIES)
+def test_on_accelerators_the_entries_of_a_chunk_are_a_multiple_of_128(platform, chunk_vocab, vocab):
+    """There are at most `chunk_vocab` entries, or 128. The matrix is not padded, and its gradient is not a scatter."""
+    text = lowered_for(platform, functools.partial(chunked_logprobs, chunk_vocab=chunk_vocab), vocab)
+    sizes = {size for each in lowered_products(text) for size in each[:3]} - {16, 8}
+    assert len(sizes) == 1
+    [entries] = sizes
+    assert entries % 128 == 0 < entries <= max(chunk_vocab, 128)
+    assert not re.search(r"stablehlo\.(scatter|gather|concatenate)", text)
+    assert text.count("stablehlo.pad") == text.count("low = [0, 0], high = [0, 0]")
+    assert entries * -(-vocab // entries) < 2 * vocab
+
+
+def test_on_a_cpu_the_entries_divide_the_vocabulary():
+    """151,936 = 128 x 1,187, and no smaller number of chunks of at most 2,048 entries divides it."""
+    sizes = {
+        size for each in lowered_products(lowered_for("cpu", chunked_logprobs, 151_936)) for size in each[:3]
+    }
+    assert sizes == {16, 8, 1187}
+
+
+@pytest.fixture
+def as_on_accelerators(monkeypatch):
+    """Programs have the form for accelerators and run on the CPU."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, default, **_: default(*given))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "chunk_vocab"),
+    [(1, 64), (100, 64), (128, 64), (259, 128), (400, 300), (1024, 256), (1100, 512)],
+)
+def test_chunks_of_accelerators_have_the_oracle_s_values_and_gradients(
+    x64, as_on_accelerators, vocab, chunk_vocab
+):
+    """259 entries: three chunks of 128, of which the first two have 125 in common. 400: two chunks of 256 with 112 in common, from 2 parts of 200. The last but one comes out even."""
+    hidden, unembedding, targets = random_head(0, np.float64, vocab)
+    targets = targets.at[1:-1].set(jnp.linspace(0, vocab - 1, TOKENS - 2).astype(jnp.int32))
+    score = chunked.__wrapped__  # The cache of `chunked` may hold the program of the CPU.
+    (logprobs, entropy), gradients = jax.jit(score, static_argnames="chunk_vocab")(
+        hidden, unembedding, targets, 0.7, chunk_vocab
+    )
+    logits = np.asarray(hidden) @ np.asarray(unembedding).T
+    expected = [oracle.logprob_and_entropy(logits[i], int(targets[i]), 0.7) for i in range(TOKENS)]
+    np.testing.assert_allclose(np.stack([logprobs, entropy], axis=1), expected, rtol=1e-9, atol=1e-12)
+    for gradient, plain in zip(gradients, unchunked(hidden, unembedding, targets, 0.7), strict=True):
+        np.testing.assert_allclose(gradient, plain, rtol=1e-9, atol=1e-10)
+
+
+def test_chunks_of_accelerators_ignore_padding_and_take_a_teacher_on_several_devices(x64, as_on_accelerators):
+    """Four devices have 260 of 1,040 rows, 1,003 of which are entries: the first chunk of 256 entries has 252 in common with the second. A teacher has 1,100 rows."""
+    hidden, table, targets = random_head(0, np.float64, 1003)
+    its, other, _ = random_head(1, np.float64, 1100)
+    table = jnp.pad(table, ((0, 37), (0, 0)), constant_values=5.0)
+    mesh = jax.make_mesh((4,), ("part",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def scores(hidden, table, other, axis=None):
+        how = {"vocab_size": 1003, "vocab_axis": axis, "chunk_vocab": 300, "teachers": [(its, other)]}
+        return chunked_logprobs(hidden, table, targets, **how)
+
+    def sharded(hidden, table, other):
+        whole, rows = PartitionSpec(), PartitionSpec("part")
+        part = functools.partial(scores, axis="part")
+        return jax.shard_map(part, mesh=mesh, in_specs=(whole, rows, rows), out_specs=whole, check_vma=False)(
+            hidden, table, other
+        )
+
+    def plain(hidden, table, other):
+        own, others = (jax.nn.log_softmax(x @ each[:1003].T) for x, each in ((hidden, table), (its, other)))
+        chosen = jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0]
+        entropy = -jax.lax.stop_gradient((jnp.exp(own) * own).sum(-1))
+        return chosen, entropy, (jnp.exp(own) * (own - others)).sum(-1)
+
+    def gradient(score):
+        def total(table):
+            logprobs, _, divergence = found = score(hidden, table, other)
+            return weighted(logprobs) + weighted(divergence[::-1]), found
+
+        return jax.jit(jax.grad(total, has_aux=True))(table)
+
+    expected = gradient(plain)
+    for found in (gradient(scores), gradient(sharded)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9), found, expected)
 
 
 @pytest.mark.parametrize("sharded", ["tokens", "vocabulary"])

@@ -108,6 +108,84 @@ def test_blocks_of_queries_change_no_gradient(monkeypatch):
         np.testing.assert_allclose(in_blocks, whole, atol=1e-5)
 
 
+BLOCKS = np.array([[1] * 5 + [2] * 6 + [3] * 9 + [4] * 4 + [0] * 6, [1] * 17 + [2] * 2 + [3] * 11], np.int32)
+"""Two rows of 30 tokens, in blocks of 4. In the first row, segments 2 and 3 follow segment 1; in the second row, no segment follows another."""
+
+
+def by_blocks_and_whole(monkeypatch, *, first=0, window=None, cap=None, dtype="float32", part=30):
+    """Returns the outputs and the gradients of a row's queries from column `first` on, with blocks of 4 and with row_attention's plain form."""
+    monkeypatch.setattr(attention, "SMALLEST_BLOCK", 4)
+    rng = np.random.default_rng(7)
+    query, key, value = (
+        jnp.asarray(rng.normal(size=(heads, DIM, 2, 30)), jnp.float32)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    prefix = np.where((BLOCKS == 2) | (BLOCKS == 3), 1, BLOCKS)
+    prefix[1] = BLOCKS[1]
+    cut = slice(first, first + part)
+    ids = [jnp.asarray(each) for each in (BLOCKS[:, cut], prefix[:, cut], BLOCKS)]
+    near = (
+        None
+        if window is None
+        else (jnp.int32(window), jnp.broadcast_to(jnp.arange(30, dtype=jnp.int32), (2, 30)))
+    )
+    real = jnp.asarray(BLOCKS[None, None, :, cut] > 0, jnp.float32)
+    along = jnp.asarray(rng.normal(size=query[..., cut].shape), jnp.float32)
+    how = {"first": jnp.int32(first) if first else None, "near": near, "cap": cap, "dtype": dtype}
+
+    def both(by_blocks):
+        def loss(*parts):
+            out = attention.row_attention(*parts, *ids, **how, by_blocks=by_blocks) * real
+            return (out * along).sum(), out
+
+        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(query[..., cut], key, value)
+        return out, *grads
+
+    return both(True), both(False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"window": 3}, {"window": 0}, {"cap": 0.5}, {"window": 6, "cap": 1.0, "dtype": "bfloat16"},
+     {"first": 10, "part": 10, "window": 5}, {"first": 15, "part": 15}],
+    ids=str,
+)  # fmt: skip
+def test_attention_by_blocks_has_the_results_and_gradients_of_whole_rows(case, monkeypatch):
+    for found, expected in zip(*by_blocks_and_whole(monkeypatch, **case), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-6)
+
+
+def test_attention_by_blocks_reads_no_block_that_the_mask_leaves_empty(monkeypatch):
+    """Segment 2 fills the blocks at 8 and 12, which no query of the other segments may read."""
+    monkeypatch.setattr(attention, "SMALLEST_BLOCK", 4)
+    segment_ids = jnp.asarray([[1] * 8 + [2] * 8 + [3] * 8 + [0] * 8], jnp.int32)
+    parts = [jnp.ones((heads, DIM, 1, 32)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    parts[1:] = [jnp.where(segment_ids == 2, jnp.nan, part) for part in parts[1:]]
+
+    def loss(query, key, value):
+        out = attention.row_attention(query, key, value, *[segment_ids] * 3, by_blocks=True)
+        return jnp.where(segment_ids == 2, 0, out).sum(), out
+
+    grads, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*parts)
+    for each in (out, *grads[1:]):
+        assert np.isfinite(np.asarray(each)[..., np.asarray(segment_ids[0]) != 2]).all()
+    np.testing.assert_array_equal(out[..., 24:], 0)
+
+
+def test_attention_by_blocks_stores_no_scores():
+    """The scores of 4 heads over 512 x 512 pairs have 4 MiB, of which the plain form stores more than a half; the arrays of the rows have 64 KiB each."""
+    ids = jnp.ones((1, 512), jnp.int32)
+    parts = [jax.ShapeDtypeStruct((heads, DIM, 1, 512), jnp.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    def memory(by_blocks):
+        def loss(*parts):
+            return attention.row_attention(*parts, ids, ids, ids, by_blocks=by_blocks).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*parts).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(by_blocks=False) > 2 * 2**20 > memory(by_blocks=True)
+
+
 def test_causal_attention_takes_its_softmax_in_float32_whatever_the_inputs():
     """Inputs with 8 bits of mantissa: the error is at most 2^-9, from rounding the weights; the sum adds none."""
     rounded = [jnp.asarray(part, jnp.bfloat16).astype(jnp.float32) for part in random_inputs(1, seq=9)]

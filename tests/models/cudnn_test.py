@@ -4,17 +4,25 @@ import importlib.util
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.models import cudnn
 from dapo_jax.models.attention import causal_attention
+from dapo_jax.models.decoder import Decoder
 from dapo_jax.parallel.gpu_settings import FLAGS
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
+from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.plan.topologies import devices_of, parse
+from dapo_jax.testing import tiny_decoder_config
 from tests.plan.repeatability import not_repeatable
 
 HEADS, KV_HEADS = 4, 2
@@ -154,6 +162,33 @@ def test_on_a_gpu_packed_rows_attend_as_with_xla(window):
         assert np.linalg.norm(one - other) < 2**-6 * np.linalg.norm(other)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 3), (14, 2), (7, 1), (1, 1)])
+def test_gradients_of_some_heads_at_a_time_are_the_gradients_of_all_heads(heads, kv_heads, monkeypatch):
+    """At most two heads fit into the workspace. A single key head is in several calls."""
+    calls = []
+
+    def call(name, operands, like, others, products, window):
+        *given, lengths, _ = operands
+        calls.append(given[0].shape[2])
+        return attend_backward(*given, lengths, window), None
+
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        jnp.asarray(rng.normal(size=(2, 16, n, 4)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
+    )
+    lengths = jnp.array([11, 16], jnp.int32)
+    out, logs = (jnp.nan_to_num(x) for x in attend(q, k, v, lengths, 5))
+    monkeypatch.setattr(cudnn, "_call", call)
+    expected = cudnn.attend_backward(q, k, v, logs, d_out, out, lengths, 5)
+    assert calls == [heads]
+    monkeypatch.setattr(cudnn, "WORKSPACE_BYTES", cudnn.workspace_bytes(2, 2, 16))
+    found = cudnn.attend_backward(q, k, v, logs, d_out, out, lengths, 5)
+    assert sum(calls[1:]) == heads
+    assert max(calls[1:]) <= 2
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 compiles = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="the extra cuda-plan"
 )
@@ -198,6 +233,101 @@ def test_compiled_for_an_h100_it_has_cudnn_s_calls_and_no_array_of_scores():
 
 
 @compiles
+def test_compiled_for_an_h100_layers_share_what_follows_from_segments_and_no_branch_stops_the_host():
+    """Sequences are sorted once, also for the backward pass. The other sort is part of the embedding's gradient. Before a branch, the host waits for the device."""
+    config = replace(tiny_decoder_config(), head_dim=64, layers=2)
+    mesh = make_mesh(devices=devices_of(parse("h100:2")), tensor=2)
+    how = {"compute_dtype": "bfloat16", "remat": "full", "layout": layout_of(mesh, attention="cudnn")}
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how)))
+    whole = NamedSharding(mesh, PartitionSpec())
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=whole)
+    params = jax.tree.map(lambda x, place: x.update(sharding=place), params, shardings(params, mesh))
+
+    def loss(params, *ids):
+        def program(params, ids):
+            hidden = nnx.merge(graph, params)(*ids)
+            return ((hidden * hidden).sum(-1),)
+
+        return how["layout"].shard(program)(params, ids)[0].sum()
+
+    text = jax.jit(jax.grad(loss)).lower(params, *[ids] * 4).compile().as_text()
+    assert text.count(" sort(") == 2
+    assert " conditional(" not in text
+
+
+def test_layers_that_share_their_sequences_have_the_gradients_of_xla_s_attention(monkeypatch):
+    """All layers are recomputed in the backward pass. In float32, the gradients differ only in the order of sums."""
+    monkeypatch.setattr(cudnn, "_SHORTEST", 16)
+    monkeypatch.setattr(cudnn, "attend", attend)
+    monkeypatch.setattr(cudnn, "attend_backward", attend_backward)
+    ids, prefixes = CASES["one room"]
+    config, mesh = tiny_decoder_config(), make_mesh(devices=jax.devices()[:1])
+    tokens = np.random.default_rng(0).integers(2, config.vocab_size, ids.shape).astype(np.int32)
+
+    def gradients(attention):
+        layout = layout_of(mesh, attention=attention)
+        graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0), remat="full", layout=layout))
+
+        def program(params, given):
+            hidden = nnx.merge(graph, params)(*given)
+            return (jnp.where(given[2] > 0, jnp.sin(hidden).sum(-1), 0.0),)
+
+        def loss(params):
+            given = jax.tree.map(jnp.asarray, (tokens, positions_of(ids, prefixes), ids, prefixes))
+            return layout.shard(program)(params, given)[0].sum()
+
+        with jax.default_matmul_precision("highest"):
+            return jax.tree.leaves(jax.jit(jax.grad(loss))(params))
+
+    for one, other in zip(gradients("cudnn"), gradients("xla"), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+def test_a_shared_prompt_is_computed_with_its_first_response():
+    """Sequences are 10 + 12, 10 + 20 and 7 tokens in the first row, and 5, 5 + 1 and 5 + 2 in the second. None is the prompt of 10 or 5 with responses."""
+    ids, prefixes = rows_of([(10, 12, 20), (7,)], [(5,), (5, 1, 2)], seq=64)
+    found = cudnn.packed(jnp.asarray(ids), jnp.asarray(prefixes))
+    first, *_, last = found.ends.tolist()
+    assert sorted(found.length[first:last].tolist()) == [5, 6, 7, 7, 22, 30]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        # Batches have 2 sequences of 512, 8 of 128, or 32 of 32 tokens.
+        ([300, 400, 500, 100, 20, 20], [2, 0, 1]),
+        ([300, 400, 100, 20, 20], [1, 1, 0]),
+        ([20], [0, 0, 1]),
+        ([100] * 9 + [20] * 40, [0, 2, 2]),
+        ([], [0, 0, 0]),
+    ],
+)
+def test_shorter_sequences_fill_the_last_batch_of_a_longer_padded_length(lengths, batches, monkeypatch):
+    monkeypatch.setattr(cudnn, "_SHORTEST", 32)
+    monkeypatch.setattr(cudnn, "BATCH_TOKENS", 1024)
+    ids, prefixes = rows_of(*([(length,)] for length in lengths), *[[]] * (50 - len(lengths)), seq=512)
+    ends = cudnn.packed(jnp.asarray(ids), jnp.asarray(prefixes)).ends.tolist()
+    assert ends[-1] - ends[0] == len(lengths)
+    assert [-(-(b - a) // size) for a, b, size in zip(ends, ends[1:], (2, 8, 32), strict=False)] == batches
+
+
+def test_only_cudnn_multiplies_and_no_array_is_larger_than_the_queries():
+    """In particular, the sum over the copies of a prompt is no product, and does not store a float32 copy of each gradient. The gradients of keys and values are
+    one float32 array, here as large as the queries. A batch has 16,384 tokens, like these rows."""
+    ids, prefixes = map(jnp.asarray, rows_of([(300, *[700] * 10)], [(8192,)], seq=8192))
+
+    def gradients(q, k, v):
+        out, back = jax.vjp(
+            lambda *parts: cudnn.packed_attention(*parts, ids, prefixes, dtype="bfloat16"), q, k, v
+        )
+        return back(out)
+
+    text = str(jax.make_jaxpr(gradients)(*(jnp.zeros((n, 8, *ids.shape)) for n in (4, 2, 2))))
+    assert "dot_general" not in text
+    assert largest(text) == 4 * 8 * 16_384
+
+
+@compiles
 @pytest.mark.slow  # XLA's attention takes minutes to compile.
 def test_at_long_rows_temporaries_are_a_fifth_of_xla_s():
     """The heads of Qwen3-0.6B. cuDNN's workspace is not compiled: 8 bytes for each element of a batch's queries, as measured on one H100 80GB with jax 0.11.2."""
@@ -221,6 +351,20 @@ def calls(text):
             layouts = re.findall(r"dense<\S+> : tensor<\S+>", line)
             found.append((re.search(r"@(\S+)\(%", line)[1], config, layouts, line.split("} : ")[1]))
     return found
+
+
+@compiles
+def test_the_workspace_of_gradients_of_long_rows_is_bounded():
+    """The 16 heads of one row of 16,384 tokens together would need 16 x 16,384^2 x 2 bytes = 8 GiB, and four sequences of 4,096 tokens 2 GiB."""
+    text = lowered(by_cudnn, 1, 16_384, 16, 8, 128).as_text()
+    dims = [
+        list(map(int, config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"]))
+        for name, config, *_ in calls(text)
+        if "Backward" in name
+    ]
+    assert {16_384, 4096, 1024, 256} == {room for *_, room in dims}
+    assert {(heads, room) for _, heads, room, _ in dims} == {(2, 16_384), (8, 4096), (16, 1024), (16, 256)}
+    assert max(2 * math.prod(each) for each in dims) == cudnn.WORKSPACE_BYTES
 
 
 @compiles

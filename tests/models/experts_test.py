@@ -10,11 +10,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from dapo_jax.dapo.quantization import quantized
-from dapo_jax.models.experts import NO_ROUTE, arranged, block_rows, chosen, mixture
+from dapo_jax.models import experts
+from dapo_jax.models.experts import NO_ROUTE, arranged, as_stored, block_rows, chosen, mixture
 from dapo_jax.models.presets import Experts
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.training_layout import MeshLayout
 from dapo_jax.plan.topologies import devices_of, parse
+from tests.plan.arguments import copied_arguments
 
 EXPERTS, EMBED, HIDDEN = 8, 24, 12
 
@@ -159,6 +161,36 @@ def test_factors_of_forced_choices_are_the_routers_own_scores():
     np.testing.assert_allclose(factors, [[0.1, 0.3], [0.4, 0.3]], rtol=1e-6)
     *_, factors = chosen(logits, Experts(4, 2, normalize=True), forced)
     np.testing.assert_allclose(factors, [[0.25, 0.75], [4 / 7, 3 / 7]], rtol=1e-6)
+
+
+# Slow: without a transpose. With it, every matrix is compiled as a run does.
+@pytest.mark.parametrize("turned", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chosen_in_a_loop", [False, True])
+def test_no_matrix_is_copied_for_the_kernel_of_a_tpu(chosen_in_a_loop, turned, monkeypatch):
+    """A TPU stores down matrices [128, 2048, 192] by columns, because 192 would be padded to 256. Without a transpose or a given order, they are copied.
+
+    In training with adapters, a loop over layers chooses the matrices of a layer from separate arrays.
+    """
+    pytest.importorskip("libtpu", reason="the extra tpu")
+    if not turned:
+        monkeypatch.setattr(experts, "_is_turned", lambda *sizes: False)
+    sharding = jax.sharding.SingleDeviceSharding(devices_of(parse("v6e-1"))[0])
+    struct = partial(jax.ShapeDtypeStruct, sharding=sharding)
+    wide, narrow = struct((128, 192, 2048), jnp.bfloat16), struct((128, 2048, 192), jnp.bfloat16)
+    given = struct((2048, 64), jnp.float32), struct((64, 2), jnp.float32), struct((64, 2), jnp.int32)
+    ours = partial(mixture, activation=jax.nn.silu, dtype="bfloat16")
+
+    def total(x, factors, routes, layers):
+        def layer(x, index):
+            branches = [lambda each=each: jax.tree.map(as_stored, each) for each in layers]
+            matrices = jax.lax.switch(index, branches) if chosen_in_a_loop else layers[0]
+            return ours(x, factors, routes, matrices), None
+
+        return jax.lax.scan(layer, x, jnp.arange(2, dtype=jnp.int32))[0]
+
+    program = jax.jit(total).trace(*given, [(wide, wide, narrow)] * 2).lower(lowering_platforms=("tpu",))
+    sizes = [size for _, size in copied_arguments(program.compile().as_text())]
+    assert (max(sizes, default=0) >= 128 * 2048 * 192 * 2) != turned
 
 
 @pytest.mark.slow  # compiles for a TPU

@@ -17,6 +17,7 @@ from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.objectives import gspo_loss
+from dapo_jax.models import attention
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.rope import Rope
@@ -155,6 +156,18 @@ def test_losses_gradients_and_sgd_equal_the_results_on_one_device(axes, expected
         assert_same(found.params, expected.params)
     for found, expected in zip(metrics, expected_of_sgd[1], strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.slow  # compiles an update for eight devices; tests/models/attention_test.py has the parts of rows alone
+def test_attention_by_blocks_over_several_devices_has_the_gradients_of_whole_rows(
+    expected_of_sgd, monkeypatch
+):
+    monkeypatch.setattr(attention, "SMALLEST_BLOCK", 8)
+    mesh = make_mesh(**MESHES["fsdp 2 x tensor 2 x context 2"])
+    assert layout_of(mesh).by_blocks
+    assert layout_of(one_device()).by_blocks
+    [found], _ = trained(mesh, KEEP_GRADIENT, BATCHES[:1], rate=1.0)
+    assert_same(found.opt_state, expected_of_sgd[0][0].opt_state)
 
 
 # Slow: compiles an update for eight devices. The test above has the same mesh, and tests/run/windows_test.py has windows over several devices.

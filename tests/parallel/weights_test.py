@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dapo_jax.models.joined import OF_ATTENTION, OF_MLP, split
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
@@ -28,6 +29,19 @@ def eight_devices():
     return make_mesh(data=2, fsdp=2, tensor=2)
 
 
+def separate(layer):
+    """The values of a layer's parameters by name, with joined matrices taken apart."""
+    found = {name: variable.get_value() for name, variable in layer.items()}
+    for first, variable in layer.items():
+        if shapes := variable.get_metadata("joined", None):
+            group = OF_ATTENTION if first in OF_ATTENTION else OF_MLP
+            leaves, tree = jax.tree.flatten(found[first])
+            apart = zip(*(split(leaf, shapes) for leaf in leaves), strict=True)
+            names = [name for name in group if name in layer]
+            found |= dict(zip(names, (jax.tree.unflatten(tree, each) for each in apart), strict=True))
+    return found
+
+
 def assert_exact(weights, params, dtype):
     """Compares layer i with row i of every stack, rounded to `dtype` except norms."""
     stacked, ends = nnx.to_pure_dict(params)["blocks"], nnx.to_pure_dict(params)["ends"]
@@ -37,7 +51,7 @@ def assert_exact(weights, params, dtype):
         (layer, {name: v[i] for name, v in stacked.items()}) for i, layer in enumerate(weights["layers"])
     ]
     for found, expected in parts:
-        found = nnx.to_pure_dict(found)
+        found = separate(found)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             kept = jnp.float32 if "norm" in name else dtype
@@ -56,10 +70,13 @@ def test_the_transfer_between_shardings_is_exact(eight_devices):
     params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), eight_devices))
     weights = WeightTransfer(params, eight_devices, dtype="float32")(params)
     assert_exact(weights, tiny_params(CONFIG), jnp.float32)
-    gate = weights["layers"][0]["gate"][...]
-    # [mlp 48, embed 32]: the trainer has it cut both ways, the sampler along mlp alone.
+    # [mlp 48, embed 32]: the trainer has it cut both ways, the sampler along mlp alone, each half joined with the same half of `up`.
     assert params["blocks"]["gate"][...].sharding.shard_shape((2, 48, 32)) == (2, 24, 16)
-    assert gate.sharding.shard_shape(gate.shape) == (24, 32)
+    joined = weights["layers"][0]["gate"].get_value()
+    assert joined.sharding.shard_shape(joined.shape) == (1, 2 * 24, 32)
+    gate, up = (nnx.to_pure_dict(params)["blocks"][name][0] for name in OF_MLP)
+    np.testing.assert_array_equal(joined[1], np.concatenate([gate[24:], up[24:]]))
+    assert [weights["layers"][0][name].get_value() for name in ("key", "value", "up")] == [None] * 3
 
 
 @pytest.mark.parametrize("mesh", ["one_device", "eight_devices"])
@@ -69,7 +86,7 @@ def test_matrices_in_eight_bits_have_a_scale_for_each_output(mesh, request):
     params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), mesh))
     made = WeightTransfer(shapes_of(CONFIG), mesh, dtype="bfloat16", eight_bit=True)
     weights, stacked = made(params), nnx.to_pure_dict(tiny_params(CONFIG))["blocks"]
-    found = {name: leaf.get_value() for name, leaf in weights["layers"][1].items()}
+    found = separate(weights["layers"][1])
     scales = {"query": (4, 8, 1), "value": (2, 8, 1), "output": (32, 1, 1), "gate": (48, 1), "down": (32, 1)}
     for name, shape in scales.items():
         exact, whole = stacked[name][1], found[name].whole

@@ -14,7 +14,7 @@ from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.plan.workload import Assumptions, workload_of
-from dapo_jax.sampling import cache, gpu_cache
+from dapo_jax.sampling import cache
 from tests.plan.repeatability import not_repeatable
 
 compiles = pytest.mark.skipif(
@@ -81,9 +81,9 @@ def test_the_gradient_of_a_lookup_is_repeatable_and_the_plain_gradient_is_found(
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_places_of_new_keys_and_values_are_different(dtype):
     def appended(tables, lengths, live, key, value):
-        made = gpu_cache.empty(8, 2, 16, 32, dtype)
+        made = cache.empty(8, 2, 16, 32, dtype)
         page = cache.page_of_new(tables, lengths, live, page_tokens=16)
-        return cache.append_to_pages(made, page, lengths, key, value, keys_axis=2)
+        return cache.append_to_pages(made, page, lengths, key, value)
 
     text = compiled(
         appended, ((4, 2), jnp.int32), ((4,), jnp.int32), ((4,), jnp.bool_), *[((2, 32, 4), jnp.float32)] * 2

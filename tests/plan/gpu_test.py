@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
@@ -13,8 +14,10 @@ pytest.importorskip("jax_cuda12_plugin", reason="the extra cuda-plan")
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
 from dapo_jax.doctor import machine
+from dapo_jax.models.cudnn import packed_attention
 from dapo_jax.parallel.gpu_settings import FLAGS
 from dapo_jax.plan.chips import CHIPS
+from dapo_jax.plan.compiled import compile_program
 from dapo_jax.plan.output import as_data, show
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.programs import Programs
@@ -134,6 +137,22 @@ def test_a_size_that_the_compiler_does_not_report_is_not_zero(small, capsys):
     assert "unknown" in line
     assert "over the network" in printed
     assert "400 Gbit/s" in printed
+
+
+def test_a_plan_has_cudnn_s_workspace():
+    """Two sequences of up to 1,024 tokens with 4 heads need 2 x 4 x 1,024^2 x 2 bytes, and shorter sequences need less."""
+    placed = jax.sharding.SingleDeviceSharding(devices_of(parse("h100:1"))[0])
+    shapes = [(heads, 64, 2, 1024) for heads in (4, 2, 2)]
+    parts = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placed) for shape in shapes]
+    ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32, sharding=placed)
+
+    def total(q, k, v, ids):
+        return packed_attention(q, k, v, ids, ids, dtype="bfloat16").sum()
+
+    lowered = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*parts, ids)
+    reported = lowered.compile().memory_analysis().temp_size_in_bytes
+    found = compile_program("attention", lambda: lowered).memory
+    assert found.temporaries - reported == 2 * 4 * 1024**2 * 2
 
 
 def test_the_mesh_of_other_devices_is_resized_with_the_rows_per_device():

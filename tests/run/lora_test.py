@@ -87,12 +87,15 @@ def test_trainer_and_sampler_share_frozen_weights_where_both_hold_them_alike(axe
     assert is_apart(policy.frozen) == once
     assert bool(policy.unshared) != once
     transfer = transfer_of(policy, meshes, sampling, dtype=dtype)
-    places = [places_of(transfer(policy.params)["layers"][1]["up"].get_value()) for _ in range(2)]
+    layers = [transfer(policy.params)["layers"][1] for _ in range(2)]
+    assert (layers[0]["up"].get_value() is None) != once
     if sampling.merge_lora:
         return
+    assert layers[0]["up_lora_a"].get_value() is None
+    places = [places_of(layer["down"].get_value()) for layer in layers]
     assert places[0] == places[1]
     if once:
-        assert places[0] == places_of(policy.frozen["blocks"][1]["up"].get_value())
+        assert places[0] == places_of(policy.frozen["blocks"][1]["down"].get_value())
 
 
 def places_of(array):

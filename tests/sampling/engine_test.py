@@ -25,7 +25,7 @@ from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm="head", tied_embeddings=False)
 WIDE = replace(CONFIG, head_dim=64)
-"""With heads of a size for which the GPU has a kernel."""
+"""With heads as wide as the narrowest block of the GPU's kernel."""
 SWITCHED = tiny_decoder_config(
     layers=3, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm="all", norm_place="both", norm_offset=1.0,
     windows=(6, 0, 6), ropes=(Rope(theta=100.0), None), rope_of_layer=(0, 1, 0), query_scale=0.3, query_growth=(0.1, 8),
@@ -346,13 +346,14 @@ CACHES = ["slots", "pages", "tpu", "gpu"]
         *(pytest.param(cache, CONFIG, marks=pytest.mark.slow) for cache in CACHES[1:]),
         *(
             pytest.param(cache, SWITCHED, id=f"{cache}, every switch", marks=pytest.mark.slow)
-            for cache in ("slots", "tpu")
+            for cache in ("slots", "tpu", "gpu")
         ),
         pytest.param("pages", EXPERTS, id="experts", marks=pytest.mark.slow),
         pytest.param("gpu", WIDE, id="gpu's kernel interpreted, heads of 64", marks=pytest.mark.slow),
         pytest.param(None, CONFIG, marks=pytest.mark.tpu, id="tpu"),
         pytest.param(None, CONFIG, marks=pytest.mark.gpu, id="gpu"),
         pytest.param(None, WIDE, marks=pytest.mark.gpu, id="gpu, heads of 64"),
+        pytest.param(None, SWITCHED, marks=pytest.mark.gpu, id="gpu itself, every switch"),
     ],
 )
 def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache, config):

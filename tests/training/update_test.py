@@ -549,3 +549,24 @@ def test_an_update_that_is_not_finite_in_a_shorter_row_changes_nothing(sampler_u
     assert scalars["update/skipped_frac"] == 1.0
     for found, kept in zip(on_host(state.params), on_host(PARAMS), strict=True):
         np.testing.assert_array_equal(found, kept)
+
+
+@jax.jit
+def slowly(state):
+    """The same state, after about two seconds."""
+    busy = jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), jnp.full((600, 600), 0.01))
+    return jax.tree.map(lambda leaf: leaf + (0.0 * busy[0, 0]).astype(leaf.dtype), state)
+
+
+def test_the_host_waits_for_no_program_of_a_step_s_updates(trainer_updater):
+    """All programs, with rows of several lengths and the ratios of a logged update, are dispatched before the device has computed the first weights."""
+    for attempt in ("compiles", "measured"):
+        state = slowly(fresh())
+        prepared, found = trainer_updater.prepare(state, [packed(**MIXED), packed()]), []
+        for index, minibatch in enumerate(prepared):
+            found += trainer_updater.ratios(state, minibatch, first=index == 0)
+            state, metrics = trainer_updater.update(state, minibatch, learning_rate=1.0, first=index == 0)
+            found += jax.tree.leaves((state, metrics))
+        if attempt == "measured":
+            assert not any(leaf.is_ready() for leaf in found if not leaf.is_deleted())
+        jax.block_until_ready(state)

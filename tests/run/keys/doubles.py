@@ -32,9 +32,7 @@ class Engine(ScriptedEngine):
         self, decoder, *, slots, capacity, steps_per_call, stop_ids, mesh, compute_dtype, page_tokens, cache_tokens,
         cache_dtype, cache_bytes, prefill, in_flight, batch_invariant, has_turns, records_routes,
     ):  # fmt: skip
-        kind = kind_for(
-            mesh, decoder.head_dim, page_tokens=page_tokens, cache_tokens=cache_tokens, turns=in_flight > 0
-        )
+        kind = kind_for(mesh, page_tokens=page_tokens, cache_tokens=cache_tokens, turns=in_flight > 0)
         how = {"page_tokens": page_tokens, "cache_tokens": cache_tokens}
         self.cache_dtype, self.prefill_shape, self.batch_invariant = cache_dtype, prefill, batch_invariant
         self.has_turns, self.records_routes = has_turns, records_routes
