@@ -27,7 +27,7 @@ from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, 
 from dapo_jax.parallel.together import Together
 
 SamplerWeights = dict[str, PyTree]
-"""The sampler's weights. `layers` is a tuple with the state of each block, in which matrices are joined (see `models.joined`). `ends` contains the embedding, the final norm and the unembedding."""
+"""The sampler's weights. `layers` is a tuple with the state of each block, in which matrices may be joined (see `models.joined`). `ends` contains the embedding, the final norm and the unembedding."""
 
 
 def both_on(mesh: Mesh) -> Meshes:
@@ -48,7 +48,7 @@ class WeightTransfer:
         eight_bit: store matrices as int8 with one scale per output (`Quantized`). Biases and adapters remain in `dtype`.
         merged_by: factor with which adapters are merged into their weight matrices, in float32. None: adapters stay separate.
         places: `DecoderConfig.places`; required if there are Gated DeltaNet layers.
-        join: join matrices that multiply the same tokens (see `dapo_jax.models.joined`).
+        join: join matrices that multiply the same tokens (see `dapo_jax.models.joined`). None: except on CPU, where joined matrices are not faster.
 
     Raises:
         ValueError: a dimension is not divisible by the size of its mesh axis.
@@ -56,7 +56,7 @@ class WeightTransfer:
 
     def __init__(
         self, params: nnx.State, where: Mesh | Meshes, *, dtype: str, eight_bit: bool = False, merged_by: float | None = None,
-        places: Sequence[tuple[str, int]] = (), join: bool = True,
+        places: Sequence[tuple[str, int]] = (), join: bool | None = None,
     ) -> None:  # fmt: skip
         self._frozen = nnx.State({})
         meshes = both_on(where) if isinstance(where, Mesh) else where
@@ -76,6 +76,7 @@ class WeightTransfer:
         self._placed = shardings(params, meshes.train)
         self._source = shardings(shapes, meshes.train)
         self._target = shardings(shapes, meshes.publish, SAMPLER_RULES)
+        join = meshes.sampler.devices.flat[0].platform != "cpu" if join is None else join
         self._join = partial(joined, parts=meshes.sampler.shape["tensor"]) if join else lambda part: part
         shapes = {name: jax.eval_shape(self._join, part) for name, part in shapes.items()}
         made = shardings(shapes, meshes.publish, SAMPLER_RULES)

@@ -93,13 +93,13 @@ def transfer_of(policy: Policy, meshes: Meshes, sampling: SamplingConfig, *, dty
     if sampling.merge_lora:
         return _transfer(decoder, meshes, "merged", **how).with_base(policy.frozen)
     # Arrays that are shared with the trainer have its form.
-    base = _transfer(decoder, meshes, "base", join=not is_apart(policy.frozen), **how)
+    base = _transfer(decoder, meshes, "base", join=False if is_apart(policy.frozen) else None, **how)
     return AdapterTransfer(_transfer(decoder, meshes, "adapters", **how), base, policy.frozen)
 
 
 @lru_cache(maxsize=2 * _KEPT)
 def _transfer(
-    decoder: DecoderConfig, meshes: Meshes, part: str, *, dtype: str, eight_bit: bool, join: bool = True
+    decoder: DecoderConfig, meshes: Meshes, part: str, *, dtype: str, eight_bit: bool, join: bool | None = None
 ) -> WeightTransfer:
     shapes = shapes_of(decoder)
     trained, frozen = parted(shapes)

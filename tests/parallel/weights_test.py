@@ -68,7 +68,7 @@ def test_the_transfer_is_exact_and_keeps_norms_in_float32(dtype, one_device):
 
 def test_the_transfer_between_shardings_is_exact(eight_devices):
     params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), eight_devices))
-    weights = WeightTransfer(params, eight_devices, dtype="float32")(params)
+    weights = WeightTransfer(params, eight_devices, dtype="float32", join=True)(params)
     assert_exact(weights, tiny_params(CONFIG), jnp.float32)
     # [mlp 48, embed 32]: the trainer has it cut both ways, the sampler along mlp alone, each half joined with the same half of `up`.
     assert params["blocks"]["gate"][...].sharding.shard_shape((2, 48, 32)) == (2, 24, 16)

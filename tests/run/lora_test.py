@@ -88,10 +88,8 @@ def test_trainer_and_sampler_share_frozen_weights_where_both_hold_them_alike(axe
     assert bool(policy.unshared) != once
     transfer = transfer_of(policy, meshes, sampling, dtype=dtype)
     layers = [transfer(policy.params)["layers"][1] for _ in range(2)]
-    assert (layers[0]["up"].get_value() is None) != once
     if sampling.merge_lora:
         return
-    assert layers[0]["up_lora_a"].get_value() is None
     places = [places_of(layer["down"].get_value()) for layer in layers]
     assert places[0] == places[1]
     if once:
