@@ -99,7 +99,13 @@ def transfer_of(policy: Policy, meshes: Meshes, sampling: SamplingConfig, *, dty
 
 @lru_cache(maxsize=2 * _KEPT)
 def _transfer(
-    decoder: DecoderConfig, meshes: Meshes, part: str, *, dtype: str, eight_bit: bool, join: bool | None = None
+    decoder: DecoderConfig,
+    meshes: Meshes,
+    part: str,
+    *,
+    dtype: str,
+    eight_bit: bool,
+    join: bool | None = None,
 ) -> WeightTransfer:
     shapes = shapes_of(decoder)
     trained, frozen = parted(shapes)

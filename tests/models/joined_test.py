@@ -78,7 +78,9 @@ def test_a_decoding_step_multiplies_each_input_once(changes, how, most):
     config = tiny_decoder_config(**changes)
     mesh = make_mesh(devices=jax.devices()[:1])
     engine = DecoderEngine(config, slots=4, capacity=16, steps_per_call=2, stop_ids=[1], mesh=mesh)
-    weights = WeightTransfer(shapes_of(config), mesh, dtype="float32", places=config.places, join=True, **how).shapes
+    weights = WeightTransfer(
+        shapes_of(config), mesh, dtype="float32", places=config.places, join=True, **how
+    ).shapes
     text = engine.programs(weights, decoding())["generate"]().as_text()
     products = re.findall(r"stablehlo\.dot_general (%[\w#]+), (%[\w#]+), contracting", text)
     assert len(products) > 4 * config.layers
