@@ -56,10 +56,12 @@ class Ratios(Observer):
     def after_update(self, minibatch: Minibatch, metrics: Metrics, *, learning_rate: float) -> None:
         """Reads the ratios. The update is already dispatched, so the device does not wait for the host."""
         wanted, ratios = self._asked
+        if not wanted:
+            return
         # A response is identified by its tokens, since identical responses to the same prompt have the same ratios.
         of_text = {
             tokens.tobytes(): values
-            for stack, found in zip(minibatch, on_host(ratios), strict=bool(ratios))
+            for stack, found in zip(minibatch, on_host(ratios), strict=True)
             for tokens, values in responses_in(on_host(replace(stack.microbatches, routes=None)), found)
         }
         for group in wanted:

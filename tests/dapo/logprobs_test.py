@@ -244,7 +244,8 @@ def as_on_accelerators(monkeypatch):
 def test_chunks_of_accelerators_have_the_oracle_s_values_and_gradients(
     x64, as_on_accelerators, vocab, chunk_vocab
 ):
-    """259 entries: three chunks of 128, of which the first two have 125 in common. 400: two chunks of 256 with 112 in common, from 2 parts of 200. The last but one comes out even."""
+    """With 259 entries, there are three chunks of 128, and the first two have 3 x 128 - 259 = 125 entries in common. With 400, there are two chunks of 256, which have
+    512 - 400 = 112 in common. A vocabulary of 1,024 fills four chunks exactly."""
     hidden, unembedding, targets = random_head(0, np.float64, vocab)
     targets = targets.at[1:-1].set(jnp.linspace(0, vocab - 1, TOKENS - 2).astype(jnp.int32))
     score = chunked.__wrapped__  # The cache of `chunked` may hold the program of the CPU.
@@ -259,7 +260,8 @@ def test_chunks_of_accelerators_have_the_oracle_s_values_and_gradients(
 
 
 def test_chunks_of_accelerators_ignore_padding_and_take_a_teacher_on_several_devices(x64, as_on_accelerators):
-    """Four devices have 260 of 1,040 rows, 1,003 of which are entries: the first chunk of 256 entries has 252 in common with the second. A teacher has 1,100 rows."""
+    """Each of four devices has 260 rows, and 1,003 of all 1,040 rows are entries. The two chunks of 256 entries on a device have 512 - 260 = 252 rows in common. A teacher has
+    1,100 rows."""
     hidden, table, targets = random_head(0, np.float64, 1003)
     its, other, _ = random_head(1, np.float64, 1100)
     table = jnp.pad(table, ((0, 37), (0, 0)), constant_values=5.0)

@@ -173,7 +173,7 @@ def test_attention_by_blocks_reads_no_block_that_the_mask_leaves_empty(monkeypat
 
 
 def test_attention_by_blocks_stores_no_scores():
-    """The scores of 4 heads over 512 x 512 pairs have 4 MiB, of which the plain form stores more than a half; the arrays of the rows have 64 KiB each."""
+    """Without blocks, the backward pass stores more than half of the scores. The scores of 4 heads have 4 x 512 x 512 x 4 bytes = 4 MiB. Other arrays of the rows have 64 KiB each."""
     ids = jnp.ones((1, 512), jnp.int32)
     parts = [jax.ShapeDtypeStruct((heads, DIM, 1, 512), jnp.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
