@@ -18,13 +18,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from dapo_jax.dapo import precision
 from dapo_jax.dapo.batching import training_examples
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import Group, Prompt, Rollout, Verdict
 from dapo_jax.models import experts as experts_module
 from dapo_jax.models.decoder import Decoder, graph_of
 from dapo_jax.models.presets import DecoderConfig, Experts
+from dapo_jax.numerics import precision
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.continuous_batching import Sampler

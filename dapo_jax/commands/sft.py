@@ -13,7 +13,6 @@ from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.data.prompts import PairSource
 from dapo_jax.evaluation import summarize
 from dapo_jax.health.stalls import interrupt
-from dapo_jax.locks import Lock
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.grader_setup import check_graders, grading
@@ -25,6 +24,7 @@ from dapo_jax.run.run_dir import locked, place_of
 from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.run.training_pass import TrainingPass, training_pass
 from dapo_jax.storage import AnyPath, write_whole
+from dapo_jax.storage.locks import Lock
 from dapo_jax.trackers import JsonlTracker
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.optimizer import warmed_up

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.precision import capped, product
+from dapo_jax.numerics.precision import capped, product
 
 
 def token_logprobs(
@@ -62,7 +62,7 @@ def chunked_logprobs(
 
     Neither the forward nor the backward pass stores more than `chunk_vocab` logits per token. The forward pass keeps running sums over the chunks of
     the vocabulary, relative to the largest logit so far (Milakov and Gimelshein 2018). The backward pass recomputes the logits of each chunk. On CPU
-    this is also faster, because a chunk fits in the processor cache. Products use the compute dtype and have float32 results (see `dapo_jax.dapo.precision`).
+    this is also faster, because a chunk fits in the processor cache. Products use the compute dtype and have float32 results (see `dapo_jax.numerics.precision`).
 
     The entries of a chunk are spread over the whole vocabulary, so that every device has a part of each chunk if the vocabulary is sharded. Except on
     CPU, the number of entries is a multiple of 128, because the fast matrix kernels of accelerators require aligned operands.

@@ -7,7 +7,7 @@ bit-identical result, and this result does not depend on where the row contains 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.segments import segment_sums
+from dapo_jax.numerics.segments import segment_sums
 
 
 def response_sum(

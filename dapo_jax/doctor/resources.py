@@ -10,7 +10,6 @@ from dapo_jax.config import ConfigError
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.machine import host_bytes
 from dapo_jax.doctor.subject import Subject
-from dapo_jax.locks import LockedError, check_free
 from dapo_jax.models.folder import NOT_LOADED
 from dapo_jax.plan.memory import MARGIN, together
 from dapo_jax.plan.topologies import present_bytes
@@ -18,6 +17,7 @@ from dapo_jax.run.disk_space import gib, room_for, written_by
 from dapo_jax.run.policy import mesh_of, meshes_of, with_adapters
 from dapo_jax.run.run_dir import check_run_dir, place_of
 from dapo_jax.storage import in_bucket
+from dapo_jax.storage.locks import LockedError, check_free
 from dapo_jax.trackers import check_trackers, wandb_mode, wandb_project
 
 CROWDED = 0.8

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.precision import capped, product, rounded
+from dapo_jax.numerics.precision import capped, product, rounded
 
 MASKED = -1e30
 """Score of a masked position. It is finite, so that a fully masked row does not become NaN."""
@@ -95,7 +95,7 @@ def row_attention(
     Queries are processed in blocks. For a whole row, each block uses only the keys up to the end of the block, so nearly half
     of the scores are never computed. With `by_blocks`, pairs of a block of queries and a block of keys that are masked are skipped, scores are not stored
     for the backward pass, and the result at padding is 0. This is faster on a CPU.
-    `near` limits the distance, and `cap` caps the scores (see `dapo_jax.dapo.precision.capped`).
+    `near` limits the distance, and `cap` caps the scores (see `dapo_jax.numerics.precision.capped`).
     """
     (kv_heads, head_dim, _, seq), part = key.shape, query.shape[-1]
     grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, *query.shape[1:])

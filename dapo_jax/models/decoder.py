@@ -25,8 +25,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
-from dapo_jax.dapo.precision import capped, product, rounded
-from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.experts import as_stored, chosen, mixture
 from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, empty, over_rows
@@ -35,6 +33,8 @@ from dapo_jax.models.layout import Layout, output_dimensions
 from dapo_jax.models.lora import LORA_PARTS, adapted_in, adapter
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
+from dapo_jax.numerics.precision import capped, product, rounded
+from dapo_jax.numerics.quantization import Quantized
 
 Attend = Callable[..., tuple[Array, Any]]
 """A function that maps query, key and value, each [heads, head_dim, tokens], to the attention output and a second value, which `Block` returns unchanged.

@@ -18,11 +18,11 @@ from jax.experimental import layout as memory
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int, Integer
 
-from dapo_jax.dapo.precision import WeightSharding, gathered
-from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.layout import Matrices
 from dapo_jax.models.presets import Experts
+from dapo_jax.numerics.precision import WeightSharding, gathered
+from dapo_jax.numerics.quantization import Quantized
 
 
 def chosen(
@@ -95,7 +95,7 @@ def mixture(
         factors, routes: factor and number of each chosen expert.
         matrices: matrices of the experts that are on this device. Choices of other experts contribute nothing.
         first: number of the first expert in `matrices`.
-        sharding: how gate and up, and down are sharded (see `dapo_jax.dapo.precision.product`).
+        sharding: how gate and up, and down are sharded (see `dapo_jax.numerics.precision.product`).
     """
     count = len(matrices[0])
     block = block_rows(routes.size, count)
@@ -139,7 +139,7 @@ _collected.defvjp(
 def grouped(
     stored: Array | Quantized, x: Float[Array, "rows inputs"], sizes: Int[Array, " experts"], block: int, dtype: str, sharding: WeightSharding | None
 ) -> Float[Array, "rows outputs"]:  # fmt: skip
-    """Multiplies each row by the matrix of its expert, in `stored` [experts, outputs, inputs], like `dapo_jax.dapo.precision.product`.
+    """Multiplies each row by the matrix of its expert, in `stored` [experts, outputs, inputs], like `dapo_jax.numerics.precision.product`.
 
     Expert e has `sizes[e]` rows, a multiple of `block`, after the rows of the experts before it. Later rows have no meaningful values.
     """

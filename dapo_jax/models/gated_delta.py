@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.segments import looked_up
+from dapo_jax.numerics.segments import looked_up
 
 CHUNK = 64
 """Default number of tokens in a chunk."""

@@ -7,9 +7,9 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
-from dapo_jax.dapo.precision import WeightSharding, rounded
-from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models.attention import Near, causal_attention
+from dapo_jax.numerics.precision import WeightSharding, rounded
+from dapo_jax.numerics.segments import looked_up
 
 Matrices = tuple[Any, Any, Any]
 """The matrices gate and up [experts, mlp, embed] and down [experts, embed, mlp], which may be `Quantized`."""

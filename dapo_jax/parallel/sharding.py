@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.models.tensors import Cut, Rows, Shape
+from dapo_jax.numerics.quantization import Quantized
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.together import Together, meet
 

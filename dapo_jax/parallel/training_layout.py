@@ -20,13 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
-from dapo_jax.dapo.precision import WeightSharding, gathered
-from dapo_jax.dapo.quantization import Quantized
-from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models.attention import Near, row_attention
 from dapo_jax.models.cudnn import packed, packed_attention
 from dapo_jax.models.kernels import splash_attention, splash_kernel
 from dapo_jax.models.layout import Layout, Matrices, Mixture
+from dapo_jax.numerics.precision import WeightSharding, gathered
+from dapo_jax.numerics.quantization import Quantized
+from dapo_jax.numerics.segments import looked_up
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings
 

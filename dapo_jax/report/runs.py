@@ -13,8 +13,8 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.config import ConfigError, TrainConfig, load_config
-from dapo_jax.locks import is_held
 from dapo_jax.storage import AnyPath, check_access, entries, files_below, in_bucket, path_of
+from dapo_jax.storage.locks import is_held
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.run_status import FILE, RunStatus, read_status
 

@@ -18,7 +18,6 @@ import optax
 from flax import nnx
 from jaxtyping import PyTree
 
-from dapo_jax import locks
 from dapo_jax.checkpoints.checkpointer import Check, Checkpointer
 from dapo_jax.checkpoints.manifest import MANIFEST, CheckpointError
 from dapo_jax.config import (
@@ -57,7 +56,7 @@ from dapo_jax.parallel.together import broadcast_from_first
 from dapo_jax.run.resume_point import CHECKPOINT, check_identity, identity_of, model_files
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.training_pass import for_mesh
-from dapo_jax.storage import AnyPath, check_access, file_bytes, in_bucket, path_of
+from dapo_jax.storage import AnyPath, check_access, file_bytes, in_bucket, locks, path_of
 from dapo_jax.terminal import visible
 from dapo_jax.text.stop_strings import stop_ids
 from dapo_jax.text.tokenizers import (

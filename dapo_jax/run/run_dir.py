@@ -11,16 +11,15 @@ from pathlib import Path
 
 from etils import epath
 
-from dapo_jax import locks
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.keys import prefixed
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.hints import nearest
-from dapo_jax.locks import Lock, LockedError, Lost, take
 from dapo_jax.parallel.together import all_gather_bytes, by_first
 from dapo_jax.run.prompt_sets import dated
-from dapo_jax.storage import AnyPath, check_access, entries, in_bucket, path_of
+from dapo_jax.storage import AnyPath, check_access, entries, in_bucket, locks, path_of
+from dapo_jax.storage.locks import Lock, LockedError, Lost, take
 from dapo_jax.trackers import check_trackers
 
 OF_A_RUN = {
@@ -51,7 +50,7 @@ def claim_run_dir(
         resume: whether the run in the folder will be continued.
         overwrite: whether the run in the folder will be removed by `remove_run`.
         held: the exit stack that releases the lock.
-        lost: see `dapo_jax.locks.Lost`.
+        lost: see `dapo_jax.storage.locks.Lost`.
 
     Returns:
         The folder, the configuration and the lock (None in all processes except the first). The configuration contains the date on which

@@ -165,7 +165,7 @@ def extend(
     cap: float | None = None,
 ) -> tuple[Queries, LayerCache]:
     """Appends one token to each slot and computes attention. The query of a live slot attends to all of its tokens, including the new one, or to the last
-    `window` tokens if it is above 0. `cap` caps the scores (see `dapo_jax.dapo.precision.capped`)."""
+    `window` tokens if it is above 0. `cap` caps the scores (see `dapo_jax.numerics.precision.capped`)."""
 
     def append(into: Array, new: Array, axis: int) -> Array:
         def one_slot(into: Array, new: Array, at: Array) -> Array:

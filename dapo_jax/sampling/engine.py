@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, empty_state, rope_tables
 from dapo_jax.models.gated_delta import DeltaState, one_token
 from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.numerics.quantization import Quantized
 from dapo_jax.parallel.gpu_settings import DECODING_OPTIONS
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.training_layout import SamplerLayout

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from dapo_jax.dapo.precision import capped
 from dapo_jax.models.attention import MASKED
+from dapo_jax.numerics.precision import capped
 from dapo_jax.sampling import cache as plain
 from dapo_jax.sampling.cache import (
     CacheStep,

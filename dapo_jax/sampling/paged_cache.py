@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from dapo_jax.dapo.precision import capped, product
 from dapo_jax.models.attention import MASKED
+from dapo_jax.numerics.precision import capped, product
 from dapo_jax.sampling.cache import (
     CacheStep,
     LayerCache,

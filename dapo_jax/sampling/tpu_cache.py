@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from dapo_jax.dapo.precision import capped
 from dapo_jax.models.attention import MASKED
+from dapo_jax.numerics.precision import capped
 from dapo_jax.sampling.cache import (
     EIGHT_BITS,
     CacheStep,

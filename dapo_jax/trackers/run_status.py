@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 
 from dapo_jax.config.keys import without_secrets
 from dapo_jax.health.stopping import StoppedError
-from dapo_jax.locks import LockLostError
 from dapo_jax.storage import AnyPath, file_bytes, write_whole
+from dapo_jax.storage.locks import LockLostError
 
 FILE = "status.json"
 

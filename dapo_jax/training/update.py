@@ -27,10 +27,10 @@ from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 from dapo_jax.dapo.objectives import ARRAYS, wanted
 from dapo_jax.dapo.rollouts import NO_ROUTE
-from dapo_jax.dapo.segments import looked_up
 from dapo_jax.dapo.selections import SELECTIONS
 from dapo_jax.hints import nearest
 from dapo_jax.models.decoder import in_tuples, is_apart
+from dapo_jax.numerics.segments import looked_up
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
 from dapo_jax.rewards.sample import name_of

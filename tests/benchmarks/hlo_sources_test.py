@@ -24,7 +24,7 @@ TEXT = """HloModule jit_f, entry_computation_layout={(f32[8,8]{1,0})->f32[8,8]{1
 
 FileNames
 1 "/somewhere/dapo_jax/models/decoder.py"
-2 "/somewhere/dapo_jax/dapo/precision.py"
+2 "/somewhere/dapo_jax/numerics/precision.py"
 
 FunctionNames
 1 "norm"
@@ -101,7 +101,7 @@ def with_stacks():
 
 
 def test_every_product_of_a_compiled_decoder_has_a_function_that_the_table_names(with_stacks):
-    """Forward and backward pass; products are in `dapo/precision.py`, and count for its callers."""
+    """Forward and backward pass; products are in `numerics/precision.py`, and count for its callers."""
     graph, params = nnx.split(Decoder(tiny_decoder_config(), rngs=nnx.Rngs(0)))
 
     def loss(params, tokens):

@@ -20,9 +20,9 @@ from dapo_jax.config import (
     SftConfig,
 )
 from dapo_jax.data import PairSource
-from dapo_jax.locks import take
 from dapo_jax.run.policy import load_policy
 from dapo_jax.run.prompt_sets import training_prompts
+from dapo_jax.storage.locks import take
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
 

@@ -16,10 +16,10 @@ from dapo_jax.config import to_yaml
 from dapo_jax.doctor import examination as module
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.examination import show, verdict
-from dapo_jax.locks import take
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.run import sampler_setup, training_pass
 from dapo_jax.run.policy import Policy, find_policy
+from dapo_jax.storage.locks import take
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from tests.doctor.conftest import write_model

@@ -9,10 +9,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
-from dapo_jax.dapo.quantization import quantized
 from dapo_jax.models import experts
 from dapo_jax.models.experts import NO_ROUTE, arranged, as_stored, block_rows, chosen, mixture
 from dapo_jax.models.presets import Experts
+from dapo_jax.numerics.quantization import quantized
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.training_layout import MeshLayout
 from dapo_jax.plan.topologies import devices_of, parse

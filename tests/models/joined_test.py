@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dapo_jax.dapo.quantization import quantized
 from dapo_jax.models.decoder import Block, rope_tables
 from dapo_jax.models.joined import OF_MLP, joined
 from dapo_jax.models.lora import lora_shape
 from dapo_jax.models.presets import DeltaSizes
 from dapo_jax.models.tensors import shapes_of
+from dapo_jax.numerics.quantization import quantized
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.decoding import decoding

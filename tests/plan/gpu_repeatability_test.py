@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from dapo_jax.config import load_config
-from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models import layout
+from dapo_jax.numerics.segments import looked_up
 from dapo_jax.parallel.gpu_settings import FLAGS
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.sizes import decoder_of

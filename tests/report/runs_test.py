@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 import pytest
 
 from dapo_jax.config import ConfigError, SftConfig, to_yaml
-from dapo_jax.locks import take
 from dapo_jax.report.runs import read_runs
+from dapo_jax.storage.locks import take
 from dapo_jax.trackers.run_status import RunStatus, read_status, write_status
 from tests.report.made import problem_line, write_evaluation, write_run
 

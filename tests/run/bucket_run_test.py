@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from dapo_jax import locks
 from dapo_jax.commands import evaluate
 from dapo_jax.commands.convert import convert
 from dapo_jax.commands.score import score
 from dapo_jax.config import ConfigError
-from dapo_jax.locks import LockLostError
 from dapo_jax.run.policy import find_policy
-from dapo_jax.storage import path_of
+from dapo_jax.storage import locks, path_of
+from dapo_jax.storage.locks import LockLostError
 from dapo_jax.trackers import read_metrics
 from tests.run.conftest import assert_equal_weights, learnt
 

@@ -20,10 +20,10 @@ from dapo_jax.config import (
     SamplingConfig,
     load_config,
 )
-from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.folder import save_model
 from dapo_jax.models.lora import lora_shape
+from dapo_jax.numerics.quantization import Quantized
 from dapo_jax.run.build import Run
 from dapo_jax.run.policy import find_policy, load_policy, mesh_of, meshes_of
 from dapo_jax.run.programs import sharing, transfer_of

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from dapo_jax.config import TrainConfig, to_yaml
-from dapo_jax.locks import take
+from dapo_jax.storage.locks import take
 from tests import several
 
 TRAIN = """

@@ -21,7 +21,7 @@ from dapo_jax.config import (
     SamplingConfig,
     TrainConfig,
 )
-from dapo_jax.dapo import precision
+from dapo_jax.numerics import precision
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import train
 from dapo_jax.trackers.rollout_log import read_problems

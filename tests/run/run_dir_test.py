@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dapo_jax.config import ConfigError, ModelConfig, TeacherConfig, TrainConfig, load_config, to_yaml
-from dapo_jax.locks import NAME
 from dapo_jax.run.run_dir import OF_A_RUN, check_run_dir, remove_run
 from dapo_jax.storage import path_of
+from dapo_jax.storage.locks import NAME
 from dapo_jax.trackers import check_trackers
 
 

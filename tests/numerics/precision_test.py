@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.precision import product, rounded
-from dapo_jax.dapo.quantization import quantized
+from dapo_jax.numerics.precision import product, rounded
+from dapo_jax.numerics.quantization import quantized
 
 ROWS, INNER, TOKENS = 7, 40, 5
 

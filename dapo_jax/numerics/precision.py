@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-from dapo_jax.dapo.quantization import Quantized
+from dapo_jax.numerics.quantization import Quantized
 
 
 class WeightSharding(NamedTuple):

@@ -17,14 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax import locks
-from dapo_jax.locks import LockedError, LockLostError, check_free, is_held, take
-from dapo_jax.storage import path_of
+from dapo_jax.storage import locks, path_of
+from dapo_jax.storage.locks import LockedError, LockLostError, check_free, is_held, take
 from tests.several import ROOT
 
 HOLDING = """
 import os, subprocess, sys, time
-from dapo_jax.locks import take
+from dapo_jax.storage.locks import take
 from dapo_jax.storage import path_of
 
 def never(status, message):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.segments import looked_up, sums_by_entry
+from dapo_jax.numerics.segments import looked_up, sums_by_entry
 
 TOKENS = np.array([3, 0, 3, 5, 3, 0, 3, 3, 5, 3, 3], np.int32)
 """One entry has more rows than any power of two below their number, and entries 1, 2, 4 and 6 have none."""
