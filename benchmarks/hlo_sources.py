@@ -237,7 +237,7 @@ def main() -> None:
     from dapo_jax.plan.sizes import decoder_of
     from dapo_jax.plan.topologies import devices_of, parse
     from dapo_jax.plan.workload import Assumptions, workload_of
-    from dapo_jax.run.policy import lora_of
+    from dapo_jax.run.sources import lora_of
 
     config, made = load_config(arguments.config, arguments.overrides), parse(arguments.topology)
     devices, host = devices_of(made), devices_of(made.one_host) if made.hosts > 1 else None

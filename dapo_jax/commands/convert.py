@@ -15,8 +15,9 @@ from dapo_jax.models.gguf_tokenizer import special_ids, tokenizer_files
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder, read_json
 from dapo_jax.models.tensors import Tensor, TensorFile, checked, tensor_shapes
-from dapo_jax.run.policy import find_policy, folder_of, run_at
+from dapo_jax.run.policy import find_policy
 from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.sources import folder_of, run_at
 from dapo_jax.storage import AnyPath, entries, files_of, in_bucket, write_whole
 from dapo_jax.text.huggingface import TOKENIZER_FILES
 

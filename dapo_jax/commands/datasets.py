@@ -9,8 +9,8 @@ from dapo_jax.config import ConfigError, DataConfig, ModelConfig
 from dapo_jax.config.keys import prefixed
 from dapo_jax.data.prompts import measured_prompts
 from dapo_jax.rewards.graders import UNREAD_BY
-from dapo_jax.run.policy import folder_of, source_of
 from dapo_jax.run.prompt_sets import dated, every_split
+from dapo_jax.run.sources import folder_of, source_of
 from dapo_jax.terminal import visible
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer, load_tokenizer

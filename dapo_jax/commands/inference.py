@@ -28,12 +28,14 @@ from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
-from dapo_jax.run.policy import Policy, data_of_run, find_policy, load_policy, mesh_of, meshes_of, run_at
-from dapo_jax.run.programs import sharing
+from dapo_jax.run.meshes import mesh_of, meshes_of
+from dapo_jax.run.policy import Policy, find_policy, load_policy
 from dapo_jax.run.prompt_sets import GivenRows, dated, every_split, held_out_prompts
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.sampler_programs import sharing
 from dapo_jax.run.sampler_setup import response_sampler
+from dapo_jax.run.sources import data_of_run, run_at
 from dapo_jax.storage import AnyPath
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.trackers.rollout_log import write_problems, write_rollouts

@@ -16,13 +16,16 @@ from dapo_jax.health.stalls import interrupt
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.grader_setup import check_graders, grading
-from dapo_jax.run.policy import Policy, check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.programs import sharing
+from dapo_jax.run.meshes import mesh_of, meshes_of
+from dapo_jax.run.policy import Policy, check_trains, load_policy
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, training_prompts
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import locked, place_of
+from dapo_jax.run.sampler_programs import sharing
 from dapo_jax.run.sampler_setup import response_sampler
+from dapo_jax.run.sources import lora_of
 from dapo_jax.run.training_pass import TrainingPass, training_pass
+from dapo_jax.run.updater_setup import optimizer_of
 from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.storage.locks import Lock
 from dapo_jax.trackers import JsonlTracker

@@ -14,8 +14,9 @@ from dapo_jax.models.folder import NOT_LOADED
 from dapo_jax.plan.memory import MARGIN, together
 from dapo_jax.plan.topologies import present_bytes
 from dapo_jax.run.disk_space import gib, room_for, written_by
-from dapo_jax.run.policy import mesh_of, meshes_of, with_adapters
+from dapo_jax.run.meshes import mesh_of, meshes_of
 from dapo_jax.run.run_dir import check_run_dir, place_of
+from dapo_jax.run.sources import with_adapters
 from dapo_jax.storage import in_bucket
 from dapo_jax.storage.locks import LockedError, check_free
 from dapo_jax.trackers import check_trackers, wandb_mode, wandb_project

@@ -13,8 +13,8 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.plan.plan import Plan, plan
 from dapo_jax.plan.workload import Assumptions
-from dapo_jax.run.policy import description_of, source_of
 from dapo_jax.run.prompt_sets import GivenRows, dated, training_prompts
+from dapo_jax.run.sources import description_of, source_of
 from dapo_jax.storage import AnyPath, entries, size_of
 from dapo_jax.text.tokenizers import Tokenizer
 

@@ -33,7 +33,7 @@ from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import gib, room_for
 from dapo_jax.run.grader_setup import environment_of, episodes_of, grading
 from dapo_jax.run.loop import Metrics, Observer, StepResult, run_steps
-from dapo_jax.run.policy import mesh_of, meshes_of
+from dapo_jax.run.meshes import mesh_of, meshes_of
 from dapo_jax.run.resume_point import IDENTITY
 from dapo_jax.sampling.engine import BLOCK_SLOTS
 from dapo_jax.training.minibatch import Minibatch

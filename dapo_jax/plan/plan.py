@@ -18,8 +18,8 @@ from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology, devices_of, present_bytes
 from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, batch_shards, workload_of
 from dapo_jax.run.disk_space import STATE_BYTES, gib
-from dapo_jax.run.policy import with_adapters
 from dapo_jax.run.sampler_setup import logits_bytes
+from dapo_jax.run.sources import with_adapters
 from dapo_jax.sampling.pages import PageSizes
 
 HOST_DEVICES = 4

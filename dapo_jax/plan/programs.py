@@ -22,10 +22,13 @@ from dapo_jax.plan.roofline import item, prefill_shape_of
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.workload import MeshSizes, Workload
 from dapo_jax.rollout.response_sampler import ResponseSampler
-from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, meshes_of, optimizer_of, teacher_of
-from dapo_jax.run.programs import has_reference, objective_of, recorded_routes, sharing, taught_by, updater_of
+from dapo_jax.run.meshes import mesh_of, meshes_of
+from dapo_jax.run.policy import Policy, frozen_structs
+from dapo_jax.run.sampler_programs import sharing
 from dapo_jax.run.sampler_setup import prefix_bytes, response_sampler
+from dapo_jax.run.teacher import taught_by, teacher_of
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
+from dapo_jax.run.updater_setup import has_reference, objective_of, optimizer_of, recorded_routes, updater_of
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.text.tokenizers import ByteTokenizer

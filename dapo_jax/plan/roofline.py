@@ -14,9 +14,10 @@ from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
-from dapo_jax.run.policy import teacher_of
-from dapo_jax.run.programs import has_reference, objective_of, sampled_decoder
+from dapo_jax.run.sampler_programs import sampled_decoder
 from dapo_jax.run.sampler_setup import prefill_of
+from dapo_jax.run.teacher import teacher_of
+from dapo_jax.run.updater_setup import has_reference, objective_of
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape
 

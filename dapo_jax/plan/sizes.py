@@ -5,7 +5,7 @@ from dapo_jax.hints import nearest
 from dapo_jax.models.families import FAMILIES, WHAT_LOADS
 from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
-from dapo_jax.run.policy import folder_of, source_of
+from dapo_jax.run.sources import folder_of, source_of
 
 _PUBLISHERS = {
     "smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen", "gemma": "google/gemma"

@@ -22,17 +22,8 @@ from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading, part_weights
-from dapo_jax.run.policy import check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.programs import (
-    has_reference,
-    load_teacher,
-    objective_of,
-    recorded_routes,
-    routes_note,
-    sharing,
-    taught_by,
-    updater_of,
-)
+from dapo_jax.run.meshes import mesh_of, meshes_of
+from dapo_jax.run.policy import check_trains, load_policy
 from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.resume_point import (
     CHECKPOINT,
@@ -43,8 +34,19 @@ from dapo_jax.run.resume_point import (
     resume_point,
     with_weights_of,
 )
+from dapo_jax.run.sampler_programs import sharing
 from dapo_jax.run.sampler_setup import response_sampler
+from dapo_jax.run.sources import lora_of
+from dapo_jax.run.teacher import load_teacher, taught_by
 from dapo_jax.run.training_pass import StepBatches, training_pass
+from dapo_jax.run.updater_setup import (
+    has_reference,
+    objective_of,
+    optimizer_of,
+    recorded_routes,
+    routes_note,
+    updater_of,
+)
 from dapo_jax.sampling.caches import without_kernel
 from dapo_jax.training.optimizer import warmed_up
 from dapo_jax.training.state import state_structs

@@ -13,7 +13,7 @@ from dapo_jax.parallel.device_memory import bytes_on_device, least_device_bytes
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.programs import compile_sampling, engine_of, sampled_decoder, transfer_of
+from dapo_jax.run.sampler_programs import compile_sampling, engine_of, sampled_decoder, transfer_of
 from dapo_jax.sampling.caches import kind_for, token_bytes
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape

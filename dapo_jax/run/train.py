@@ -23,11 +23,11 @@ from dapo_jax.run.guard import Guard
 from dapo_jax.run.loop import run_steps
 from dapo_jax.run.observers import JudgeCounts, Ratios, StepProgress, TracedSteps
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.programs import objective_of
 from dapo_jax.run.prompt_sets import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
 from dapo_jax.run.resume_point import has_checkpoint
 from dapo_jax.run.run_dir import claim_run_dir, remove_run
+from dapo_jax.run.updater_setup import objective_of
 from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress

@@ -17,11 +17,14 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
 from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, SamplingConfig, load_config
 from dapo_jax.hints import needing
 from dapo_jax.parallel.weights import both_on
-from dapo_jax.run.policy import Policy, check_of_readers, data_of_run, find_policy, mesh_of, optimizer_of
-from dapo_jax.run.programs import Transfer, compile_sampling, sharing, transfer_of
+from dapo_jax.run.meshes import mesh_of
+from dapo_jax.run.policy import Policy, check_of_readers, find_policy
 from dapo_jax.run.prompt_sets import dated
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.sampler_programs import Transfer, compile_sampling, sharing, transfer_of
+from dapo_jax.run.sources import data_of_run
+from dapo_jax.run.updater_setup import optimizer_of
 from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.requests import OwnOptions

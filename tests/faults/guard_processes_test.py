@@ -11,14 +11,14 @@ pytestmark = pytest.mark.slow
 NAN_LOSS = (
     several.CHECKED
     + """
-import dapo_jax.run.programs as assembly
-honest = assembly.dapo_loss
+from dapo_jax.dapo import objectives
+honest = objectives.OBJECTIVES["clip"]
 
 def nan_loss(*of, **how):
     loss, metrics = honest(*of, **how)
     return loss * float("nan"), metrics
 
-assembly.dapo_loss = nan_loss
+objectives.OBJECTIVES["clip"] = nan_loss
 from dapo_jax.cli import main
 sys.exit(main(sys.argv[1:]))
 """

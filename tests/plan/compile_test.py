@@ -18,7 +18,7 @@ from dapo_jax.plan.remedies import suggestions
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.plan.workload import Assumptions, workload_of
-from dapo_jax.run.policy import with_adapters
+from dapo_jax.run.sources import with_adapters
 from tests.plan.arguments import copied_arguments
 
 # 256 wide: libtpu 0.0.50 cannot compile the update of a sharded model that is 128 wide ("AllReduceScatterFusion not implemented").

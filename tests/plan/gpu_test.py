@@ -24,7 +24,7 @@ from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import devices_of, here, parse
 from dapo_jax.plan.workload import Assumptions, workload_of
-from dapo_jax.run.policy import lora_of
+from dapo_jax.run.sources import lora_of
 from tests.plan.repeatability import not_repeatable
 
 EIGHT_BITS = ["sampling.weight_dtype=int8", "sampling.cache_dtype=int8", "loss.importance_cap=2"]

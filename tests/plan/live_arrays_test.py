@@ -12,7 +12,7 @@ from dapo_jax.plan.memory import together
 from dapo_jax.plan.plan import plan
 from dapo_jax.run.build import Run
 from dapo_jax.run.loop import Observer, run_steps
-from dapo_jax.run.programs import engine_of
+from dapo_jax.run.sampler_programs import engine_of
 
 SMALL = [
     "sampling.slots=16", "dynamic_sampling.enabled=false", "batch.prompts_per_step=8", "batch.group_size=4", "batch.groups_per_update=4",

@@ -6,7 +6,7 @@ from rich.console import Console
 from dapo_jax.config import ConfigError, EnvironmentConfig, LoraConfig
 from dapo_jax.models.presets import Experts
 from dapo_jax.run import train
-from dapo_jax.run.programs import recorded_routes
+from dapo_jax.run.updater_setup import recorded_routes
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers.progress import Progress
 from tests.rollout.processes_test import GRADER, assert_the_same, trained

@@ -25,8 +25,9 @@ from dapo_jax.models.folder import save_model
 from dapo_jax.models.lora import lora_shape
 from dapo_jax.numerics.quantization import Quantized
 from dapo_jax.run.build import Run
-from dapo_jax.run.policy import find_policy, load_policy, mesh_of, meshes_of
-from dapo_jax.run.programs import sharing, transfer_of
+from dapo_jax.run.meshes import mesh_of, meshes_of
+from dapo_jax.run.policy import find_policy, load_policy
+from dapo_jax.run.sampler_programs import sharing, transfer_of
 from dapo_jax.run.train import train
 from dapo_jax.testing import tiny_params
 from dapo_jax.text.tokenizers import load_tokenizer, save_tokenizer

@@ -15,7 +15,8 @@ import pytest
 from dapo_jax.config import ConfigError, ModelConfig, ParallelConfig, to_yaml
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.sharding import shardings
-from dapo_jax.run.policy import find_policy, load_policy, mesh_of
+from dapo_jax.run.meshes import mesh_of
+from dapo_jax.run.policy import find_policy, load_policy
 from dapo_jax.run.resume_point import model_files
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from tests.models.hub_server import serve_hub

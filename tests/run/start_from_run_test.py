@@ -11,15 +11,11 @@ import pytest
 from dapo_jax.config import ConfigError, LoraConfig, ModelConfig, OptimizerConfig, SftConfig, to_yaml
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.plan.sizes import decoder_of
-from dapo_jax.run.policy import (
-    find_policy,
-    load_policy,
-    lora_of,
-    mesh_of,
-    optimizer_of,
-    source_of,
-)
+from dapo_jax.run.meshes import mesh_of
+from dapo_jax.run.policy import find_policy, load_policy
 from dapo_jax.run.resume_point import IDENTITY, check_identity, identity_of
+from dapo_jax.run.sources import lora_of, source_of
+from dapo_jax.run.updater_setup import optimizer_of
 from tests.run.conftest import assert_equal_weights, params_of, save_run
 
 LORA = LoraConfig(rank=2, alpha=8.0, targets=["attention"])

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from dapo_jax.config import ModelConfig
-from dapo_jax.run.policy import folder_of
+from dapo_jax.run.sources import folder_of
 from dapo_jax.serving.http_requests import read_chat, read_completions
 from dapo_jax.serving.request_loop import RequestError
 from dapo_jax.serving.served_requests import ServedLimits

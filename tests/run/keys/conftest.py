@@ -20,7 +20,7 @@ from dapo_jax.models.presets import PRESETS, Experts
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.pool import GradingPool
-from dapo_jax.run import build, policy, programs
+from dapo_jax.run import build, policy, sources, updater_setup
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers import TensorBoardTracker, WandbTracker
 from dapo_jax.trackers.profile import Profile
@@ -67,15 +67,15 @@ def watched():
 
     def download(name, *, revision, weights):
         received["download"] = {"revision": revision}
-        return policy.Path("model")
+        return sources.Path("model")
 
     with pytest.MonkeyPatch.context() as patch:
         # Not shared with runs without doubles.
         patch.setattr("dapo_jax.run.sampler_setup.engine_of", engine)
-        patch.setattr(programs, "_shared_updater", programs._new_updater)
-        for place in ("run.programs", "commands.sft"):
+        patch.setattr(updater_setup, "_shared_updater", updater_setup._new_updater)
+        for place in ("run.updater_setup", "commands.sft"):
             patch.setattr(import_module(f"dapo_jax.{place}"), "Updater", updates)
-        patch.setattr("dapo_jax.run.policy.download", download)
+        patch.setattr("dapo_jax.run.sources.download", download)
         patch.setattr(WeightTransfer, "__call__", lambda self, params: self.shapes)
         patch.setattr(import_module("dapo_jax.run.train"), "to_yaml", doubles.once(to_yaml))
         micro = tiny_decoder_config(
@@ -84,7 +84,7 @@ def watched():
         patch.setitem(PRESETS, "micro", micro)
         patch.setitem(PRESETS, "micro_moe", replace(micro, experts=Experts(8, 2, normalize=True)))
         # The slowest functions run once for each set of arguments.
-        for place in (policy, programs):
+        for place in (policy, updater_setup):
             patch.setattr(place, "graph_of", doubles.once(graph_of))
         patch.setattr("dapo_jax.run.build.load_policy", doubles.once(build.load_policy))
         for cls in (Watch, Watchdogs, Checkpointer, Profile, GradingPool, AsyncCalls, Episodes):

@@ -5,7 +5,9 @@ import numpy as np
 from flax import nnx
 
 from dapo_jax.rollout.collector import Position
-from dapo_jax.run.policy import description_of, load_policy, teacher_of
+from dapo_jax.run.policy import load_policy
+from dapo_jax.run.sources import description_of
+from dapo_jax.run.teacher import teacher_of
 from tests.run.keys.looking import ROWS, refusal, rounded
 from tests.run.keys.watching import differs, echoes, watch
 

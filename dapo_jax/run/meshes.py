@@ -1,0 +1,40 @@
+"""Builds the meshes of a run from the `parallel` section of its configuration."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+
+from dapo_jax.config import ConfigError, ParallelConfig
+from dapo_jax.parallel.mesh import BATCH_AXES, AnyDevice, Meshes, make_mesh, make_meshes
+
+
+def mesh_of(
+    axes: ParallelConfig,
+    *,
+    rows_per_microbatch: int | None = None,
+    devices: Sequence[AnyDevice] | None = None,
+) -> jax.sharding.Mesh:
+    """Returns the mesh that `axes` describes. It consists of `devices`, which defaults to all devices.
+
+    Raises:
+        ConfigError: the axes do not match the number of devices, or the rows of a microbatch cannot be distributed evenly over the mesh.
+    """
+    sizes = {"data": axes.data, "fsdp": axes.fsdp, "tensor": axes.tensor, "context": axes.context}
+    mesh = make_mesh(**sizes, devices=devices)
+    spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if rows_per_microbatch is not None and rows_per_microbatch % spread:
+        raise ConfigError(
+            f"batch.rows_per_microbatch={rows_per_microbatch} must be a multiple of parallel.data x parallel.fsdp = "
+            f"{spread}, because the rows are distributed over these axes; for example {rows_per_microbatch // spread * spread + spread}"
+        )
+    return mesh
+
+
+def meshes_of(axes: ParallelConfig, mesh: jax.sharding.Mesh) -> Meshes:
+    """Returns the meshes of the trainer and the samplers that `axes` describes. Both use the devices of `mesh`.
+
+    Raises:
+        ConfigError: the samplers do not match the number of processes or devices.
+    """
+    return make_meshes(mesh, sampler_tensor=axes.sampler_tensor, sampler_hosts=axes.sampler_hosts)

@@ -1,0 +1,169 @@
+"""Builds the optimizer, the objective and the updater from a configuration. Runs in the same process share updaters of the same shapes and options."""
+
+import json
+from functools import lru_cache, partial
+
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from dapo_jax.config import ConfigError, LossConfig, OptimizerConfig, TrainConfig
+from dapo_jax.config.algorithms import CLIPS
+from dapo_jax.config.keys import prefixed
+from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
+from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.layout import Layout
+from dapo_jax.models.lora import parted
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.rewards.functions import load_function
+from dapo_jax.rewards.sample import name_of
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.update import Model, Objective, UpdateOptions, Updater
+
+_KEPT = 4
+
+
+def optimizer_of(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns the optimizer that `config` describes."""
+    return make_optimizer(
+        name=config.name,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        epsilon=config.epsilon,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+    )
+
+
+def objective_of(loss: LossConfig) -> Objective:
+    """Returns the objective that a configuration names, with `loss.options` set, and with the clip ratios and the dual clip if the function has them.
+
+    Raises:
+        ConfigError: the objective cannot be loaded, or it does not have an option.
+    """
+    clips = tuple(getattr(loss, name) for name in CLIPS)
+    # Runs with the same built-in objective share their programs. A user's function may have changed since the last call, so it is loaded each time.
+    build = _objective.__wrapped__ if ":" in loss.objective else _objective
+    return build(loss.objective, json.dumps(loss.options, sort_keys=True), clips)
+
+
+@lru_cache(maxsize=_KEPT)
+def _objective(spec: str, options: str, clips: tuple[float, float, float | None]) -> Objective:
+    with prefixed(f"loss.objective={spec}, loss.options={options}"):
+        found = load_objective(load_function(spec) if ":" in spec else spec, json.loads(options))
+    known = options_of(found)
+    clipped = {name: clip for name, clip in zip(CLIPS, clips, strict=True) if name in known}
+    return partial(found, **clipped)
+
+
+def has_reference(config: TrainConfig, objective: Objective) -> bool:
+    """Returns whether an update needs the log-probabilities of a reference policy, for the KL penalty or for the objective.
+
+    Raises:
+        ConfigError: the objective requires an array that the configuration does not provide.
+    """
+    arrays = wanted(objective)
+    unset = {"selected": "loss.select"} if config.loss.select == "all" else {}
+    if not config.teacher.source or config.teacher.kl == "full":
+        unset["teacher_logprobs"] = "teacher.source, with teacher.kl=sampled"
+    for array in arrays & unset.keys():
+        raise ConfigError(f"{name_of(objective)} requires the array {array}: set {unset[array]}")
+    return bool(config.loss.kl_coef) or "ref_logprobs" in arrays
+
+
+def recorded_routes(config: TrainConfig, decoder: DecoderConfig) -> tuple[int, int] | None:
+    """Returns the number of layers and of experts per token that a run records, or None if it does not record the sampler's choice of experts.
+
+    Raises:
+        ConfigError: a record cannot have the numbers of all experts.
+    """
+    if config.rollout.routing_replay == "off" or decoder.experts is None:
+        return None
+    if decoder.experts.count > NO_ROUTE:
+        raise ConfigError(
+            f"rollout.routing_replay=sampler records experts in one byte and so needs at most {NO_ROUTE} experts, but model.source={config.model.source!r} has "
+            f"{decoder.experts.count}: set rollout.routing_replay=off"
+        )
+    return decoder.layers, decoder.experts.chosen
+
+
+def routes_note(config: TrainConfig, token_bytes: int) -> str:
+    """Returns a message about the size of the records of experts. `token_bytes` is the size of one token's record."""
+    batch, longest = config.batch, config.data.max_prompt_tokens + config.episode_tokens
+    most = batch.prompts_per_step * batch.group_size * longest * token_bytes
+    return (
+        f"routing replay records {token_bytes} bytes per token: the groups of a step take up to {most / 2**30:.2f} GiB of host memory in each process, and as much is sent to "
+        "the other processes (to train without records, set rollout.routing_replay=off)"
+    )
+
+
+def updater_of(
+    config: TrainConfig,
+    decoder: DecoderConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    layout: Layout,
+    objective: Objective | None = None,
+    reference: nnx.State | None = None,
+    frozen: nnx.State | None = None,
+    teacher: Model | None = None,
+) -> Updater:
+    """Returns the updater that `config` describes. Runs share it, unless they have a custom objective, a reference policy, a LoRA base or a teacher.
+
+    Raises:
+        ConfigError: the objective in the configuration is invalid.
+        ValueError: there is a reference policy although `has_reference` returns False, or the other way round.
+    """
+    loss, model, correction = config.loss, config.model, config.correction
+    options = UpdateOptions(
+        temperature=config.sampling.temperature,
+        old_logprobs=loss.old_logprobs,
+        correction=correction.kind,
+        importance_range=(correction.low, correction.high),
+        drop_off_policy=loss.drop_off_policy,
+        select=loss.select,
+        select_options=tuple(loss.select_options.items()),
+        kl_coef=loss.kl_coef,
+        kl_estimator=loss.kl_estimator,
+        teacher_coef=config.teacher.coef,
+        teacher_kl=config.teacher.kl,
+        offload=config.optimizer.offload,
+        routes=recorded_routes(config, decoder),
+    )
+    function, own = objective or objective_of(loss), (reference, frozen, teacher)
+    arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, options, function)
+    if objective or ":" in loss.objective or any(own):
+        return _new_updater(*arguments, *own)
+    return _shared_updater(*arguments)
+
+
+def _new_updater(
+    decoder: DecoderConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    layout: Layout,
+    compute_dtype: str,
+    remat: str,
+    options: UpdateOptions,
+    objective: Objective,
+    reference: nnx.State | None = None,
+    frozen: nnx.State | None = None,
+    teacher: Model | None = None,
+) -> Updater:
+    return Updater(
+        graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout),
+        parted(shapes_of(decoder))[0],
+        optimizer,
+        mesh,
+        objective=with_shared_metrics(objective),
+        options=options,
+        reference=reference,
+        frozen=frozen,
+        teacher=teacher,
+    )
+
+
+_shared_updater = lru_cache(maxsize=_KEPT)(_new_updater)
