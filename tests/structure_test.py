@@ -109,7 +109,7 @@ def lines_of(paths):
 
 def test_library_tests_and_configuration_are_no_larger_than_their_limits():
     """The limits of the whole. They only fall; a commit that raises one needs a reason."""
-    assert lines_of(SOURCES) <= 41_837
+    assert lines_of(SOURCES) <= 41_950
     assert lines_of((ROOT / "tests").rglob("*.py")) <= 54_701
     assert len(leaf_types(TrainConfig)) <= 140
 
@@ -118,12 +118,10 @@ LONG_FILES = {
     "dapo_jax/config/schema.py",
     "dapo_jax/models/decoder.py",
     "dapo_jax/models/families.py",
-    "dapo_jax/run/policy.py",
 }
 LONG_FUNCTIONS = {
     "dapo_jax/models/gated_delta.py:over_rows",
     "dapo_jax/run/build.py:__init__",
-    "dapo_jax/run/policy.py:load_policy",
     "dapo_jax/run/sampler_setup.py:response_sampler",
     "dapo_jax/run/train.py:train",
     "dapo_jax/sampling/engine.py:__init__",
