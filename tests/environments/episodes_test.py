@@ -7,20 +7,17 @@ import threading
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from dapo_jax.config import ConfigError
-from dapo_jax.dapo.rollouts import DrawnTurn, Prompt, Standing, Verdict
+from dapo_jax.dapo.rollouts import Prompt, Standing, Verdict
 from dapo_jax.environments import Episodes, Step
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.tools import ToolEnvironment
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.rewards.sample import Sample
-from dapo_jax.text.tokenizers import ByteTokenizer
+from tests.environments.playing import TOKENIZER, drawn, verdicts_of
 from tests.environments.tools_test import add
 
-TOKENIZER = ByteTokenizer()
 PROMPT = Prompt(ordinal=7, tokens=TOKENIZER.encode("q"), text="q", answer="a", row={"level": 3})
 
 
@@ -32,14 +29,9 @@ class Echo:
 
     async def step(self, turn):
         self.turns.append(turn)
-        last = len(self.turns) == 3
-        return Step(
-            reward=0.5,
-            append=turn.text.upper(),
-            done=last,
-            correct=True if last else None,
-            metrics={"heard": float(len(self.turns))},
-        )
+        last, metrics = len(self.turns) == 3, {"heard": float(len(self.turns))}
+        correct = True if last else None
+        return Step(reward=0.5, append=turn.text.upper(), done=last, correct=correct, metrics=metrics)
 
 
 class Making:
@@ -60,13 +52,13 @@ def started(environment, **how):
     return Episodes(environment, Rendering(tokenizer=TOKENIZER), **settings)
 
 
-def turn(text):
-    tokens = TOKENIZER.encode(text)
-    return DrawnTurn(tokens=tokens, logprobs=np.full(len(tokens), -0.5, np.float32), finish_reason="stop")
-
-
 def step(episodes, text, index=0, prompt=PROMPT):
-    return episodes.step(prompt, index, turn(text)).result(5)
+    return episodes.step(prompt, index, drawn(text)).result(5)
+
+
+def stepped(episodes, count):
+    """The futures of one turn of each of so many episodes."""
+    return [episodes.step(PROMPT, index, drawn("a")) for index in range(count)]
 
 
 def begin(episodes, count=1, texts="", prompt=PROMPT):
@@ -78,8 +70,7 @@ def begin(episodes, count=1, texts="", prompt=PROMPT):
 
 
 def judge(episodes, count=1, prompt=PROMPT):
-    empty = Sample(prompt=prompt, response="", tokens=np.zeros(0, np.int32), finish_reason="stop")
-    return episodes.verdicts([empty] * count).result(5)
+    return verdicts_of(episodes, prompt, count)
 
 
 def in_order(*kinds):
@@ -100,7 +91,7 @@ def test_an_episode_receives_each_turn_and_its_reward_is_the_sum():
     [echo] = environment.made
     assert echo.row == {"prompt": "q", "answer": "a", "level": 3}
     assert [(each.number, each.text) for each in echo.turns] == [(0, "a"), (1, "b"), (2, "c")]
-    assert [each.logprobs.tolist() for each in echo.turns] == [[-0.5]] * 3
+    assert [each.logprobs.tolist() for each in echo.turns] == [drawn("a").logprobs.tolist()] * 3
 
 
 def test_seeds_of_episodes_depend_on_the_prompt_and_on_the_seed_of_the_run():
@@ -141,8 +132,7 @@ def test_functions_that_are_not_async_have_threads_of_their_own():
     with started(Making(Blocking), timeout_s=5.0) as episodes:
         begin(episodes, 8)
         began = time.monotonic()
-        for future in [episodes.step(PROMPT, index, turn("a")) for index in range(8)]:
-            assert future.result(5) is None
+        assert {future.result(5) for future in stepped(episodes, 8)} == {None}
         assert time.monotonic() - began < 1.0, "eight blocked side by side"
 
 
@@ -154,8 +144,7 @@ def test_calls_beyond_the_most_wait_and_their_time_begins_when_they_do():
 
     with started(Making(Slow), calls=2, timeout_s=0.4) as episodes:
         begin(episodes, 8)
-        for future in [episodes.step(PROMPT, index, turn("a")) for index in range(8)]:
-            future.result(5)
+        assert {future.result(5) for future in stepped(episodes, 8)} == {None}
         assert not any(verdict.lost for verdict in judge(episodes, 8))
 
 
@@ -209,7 +198,7 @@ def test_an_environment_that_loses_every_episode_ends_the_run_with_its_own_file_
             begin(episodes, 16, "a", asked)
             assert {verdict.lost for verdict in judge(episodes, 16, asked)} == {"raised"}
         begin(episodes, 16, "a")
-        message = rf"my\.py:Broken: all 64 episodes.* 4 prompts.*KeyError: 'answr' \(episodes_test\.py, line {line}\)"
+        message = rf"my\.py:Broken: all 64 .* 4 prompts.*KeyError: 'answr' \(episodes_test\.py, line {line}\)"
         with pytest.raises(RewardError, match=message):
             judge(episodes, 16)
 
@@ -246,9 +235,7 @@ def test_an_environment_that_holds_the_event_loop_is_named_with_the_seconds_and_
         assert capfd.readouterr().err == ""
         step(episodes, "a")
         [message] = capfd.readouterr().err.splitlines()
-    assert (
-        f"my.py:Holding: it has blocked the event loop for 0.3 s (episodes_test.py, line {line})" in message
-    )
+    assert re.search(rf"my\.py:Holding: .* for 0\.3 s \(episodes_test\.py, line {line}\)", message)
 
 
 def raising(error):
@@ -343,9 +330,9 @@ def test_a_bad_step_ends_its_episode_as_lost_and_costs_no_other(name):
     bad = type("Bad", (Echo,), {"step": staticmethod(step)})
     with started(Making(in_order(bad, Echo, Echo))) as episodes:
         begin(episodes, 3)
-        answers = [episodes.step(PROMPT, index, turn("a")) for index in range(3)]
-        assert answers[0].result(5) is None
-        assert [TOKENIZER.decode(answer.result(5).tokens) for answer in answers[1:]] == ["A", "A"]
+        answers = [future.result(5) for future in stepped(episodes, 3)]
+        assert answers[0] is None
+        assert [TOKENIZER.decode(answer.tokens) for answer in answers[1:]] == ["A", "A"]
         verdicts = judge(episodes, 3)
     assert (verdicts[0].correct, verdicts[0].lost, verdicts[0].score) == (False, lost, None)
     assert re.search(reason, verdicts[0].reason, re.DOTALL), verdicts[0].reason[:300]
@@ -395,14 +382,11 @@ def test_a_check_begins_an_episode_closes_it_and_leaves_no_trace():
 
 
 def test_a_check_reports_a_lost_episode_and_refuses_a_template_that_loses_all():
-    with started(
-        Making(in_order(lambda row, seed: Starting(row, seed, raising(ValueError("bad row")))))
-    ) as episodes:
+    bad_row = raising(ValueError("bad row"))
+    with started(Making(lambda row, seed: Starting(row, seed, bad_row))) as episodes:
         assert "ValueError: bad row" in episodes.check(PROMPT, limit=9)
-    with (
-        started(ToolEnvironment([add], grade=lambda *_: True), name="my.py:tools") as episodes,
-        pytest.raises(ConfigError, match=r"environment my\.py:tools: .*no chat template"),
-    ):
+    tools = started(ToolEnvironment([add], grade=lambda *_: True), name="my.py:tools")
+    with tools as episodes, pytest.raises(ConfigError, match=r"my\.py:tools: .*no chat template"):
         episodes.check(PROMPT, limit=9)
 
 
@@ -429,7 +413,7 @@ def test_turns_of_an_earlier_process_are_replayed_before_the_next_one():
     environment = Making(Echo)
     with started(environment) as episodes:
         standing = Standing(rewards=(7.0, 9.0), metrics={"old": 1.0})
-        episodes.reopen(PROMPT, 0, [turn("a"), turn("b")], standing)
+        episodes.reopen(PROMPT, 0, [drawn("a"), drawn("b")], standing)
         assert environment.made == []
         assert step(episodes, "c") is None
         assert [each.text for each in environment.made[0].turns] == ["a", "b", "c"]
@@ -455,8 +439,7 @@ def test_a_task_that_cancels_all_others_ends_no_run():
 
     with started(Making(in_order(Cancelling, Slow)), timeout_s=5.0) as episodes:
         begin(episodes, 2)
-        answers = [episodes.step(PROMPT, index, turn("a")) for index in range(2)]
-        assert [answer.result(5) for answer in answers] == [None, None]
+        assert [future.result(5) for future in stepped(episodes, 2)] == [None, None]
         assert [verdict.lost for verdict in judge(episodes, 2)] == ["raised", "raised"]
 
 
@@ -497,26 +480,12 @@ def test_an_episode_is_closed_whatever_ended_it(compared):
 
 
 def test_closing_gives_up_calls_under_way():
-    class Hanging(Echo):
-        async def step(self, turn):
-            await asyncio.sleep(60)
-
-    episodes = started(Making(Hanging), timeout_s=60.0)
+    hanging = type("Hanging", (Echo,), {"step": staticmethod(hang)})
+    episodes = started(Making(hanging), timeout_s=60.0)
     begin(episodes)
-    answer = episodes.step(PROMPT, 0, turn("a"))
+    [answer] = stepped(episodes, 1)
     time.sleep(0.05)
     episodes.close()
     assert not episodes._loop.thread.is_alive()
     assert answer.done() or not answer.running()
     episodes.close()
-
-
-def test_tools_of_a_model_without_a_chat_template_end_the_run():
-    with started(ToolEnvironment([add], lambda text, row: True), calls=64, name="my.py:tools") as episodes:
-        for ordinal in range(4):
-            asked = replace(PROMPT, ordinal=ordinal)
-            assert {episodes.start(asked, index).result(5) for index in range(16)} == {None}
-            if ordinal < 3:
-                assert {verdict.lost for verdict in judge(episodes, 16, prompt=asked)} == {"raised"}
-        with pytest.raises(RewardError, match=r"my\.py:tools: all 64 episodes.*no chat template"):
-            judge(episodes, 16, prompt=asked)

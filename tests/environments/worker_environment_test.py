@@ -11,19 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import DrawnTurn, Prompt
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.environments import Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.worker_environment import WorkerEnvironment
-from dapo_jax.rewards.sample import Sample
-from dapo_jax.text.tokenizers import ByteTokenizer
+from tests.environments.playing import TOKENIZER, drawn
+from tests.environments.playing import verdicts_of as verdicts
 from tests.environments.scripted import Scripted
 from tests.rewards.pool_test import assert_ends, lives
 
 HERE = Path(__file__)
 SCRIPTED = HERE.with_name("scripted.py")
-TOKENIZER = ByteTokenizer()
-TIMEOUT_S = 2.0
 
 
 class Unmakeable:
@@ -31,35 +29,22 @@ class Unmakeable:
         raise OSError("no index")
 
 
-def workers(source=f"{SCRIPTED}:Scripted", *, count=1, timeout_s=TIMEOUT_S, memory_mb=512):
+def workers(source=f"{SCRIPTED}:Scripted", *, count=1, timeout_s=2.0, memory_mb=512):
     return WorkerEnvironment(source, workers=count, timeout_s=timeout_s, memory_mb=memory_mb)
 
 
 def playing(environment):
     """Episodes as a run has them; workers end with them, and keep the time."""
-    return Episodes(
-        environment,
-        Rendering(tokenizer=TOKENIZER),
-        text_of=TOKENIZER.decode,
-        seed=1,
-        max_turns=9,
-        timeout_s=math.inf,
-        on_close=getattr(environment, "close", lambda: None),
-    )
+    rendering, close = Rendering(tokenizer=TOKENIZER), getattr(environment, "close", lambda: None)
+    limits = {"max_turns": 9, "timeout_s": math.inf}
+    return Episodes(environment, rendering, text_of=TOKENIZER.decode, seed=1, on_close=close, **limits)
 
 
-_ORDINALS = itertools.count()
+ORDINALS = itertools.count()
 
 
 def prompt(**row):
-    """A new prompt."""
-    return Prompt(ordinal=next(_ORDINALS), tokens=TOKENIZER.encode("q"), text="q", answer="a", row=row)
-
-
-def turn(text):
-    tokens = TOKENIZER.encode(text)
-    logprobs = np.linspace(-3.1, -0.1, len(tokens)).astype(np.float32)
-    return DrawnTurn(tokens=tokens, logprobs=logprobs, finish_reason="stop")
+    return Prompt(ordinal=next(ORDINALS), tokens=TOKENIZER.encode("q"), text="q", answer="a", row=row)
 
 
 def appended(future):
@@ -78,12 +63,12 @@ def begun(episodes, count, **row):
 
 def play(episodes, asked, index, *texts):
     """The answer to the last of these turns."""
-    return [appended(episodes.step(asked, index, turn(text))) for text in texts][-1]
+    return [appended(stepped(episodes, asked, index, text)) for text in texts][-1]
 
 
-def verdicts(episodes, asked, count):
-    empty = Sample(prompt=asked, response="", tokens=np.zeros(0, np.int32), finish_reason="stop")
-    return episodes.verdicts([empty] * count).result(60)
+def stepped(episodes, asked, index, text):
+    """The future of the answer to a turn."""
+    return episodes.step(asked, index, drawn(text))
 
 
 def pid_of(episodes, asked, index=0):
@@ -97,9 +82,6 @@ def scripted():
         yield episodes
 
 
-# --- The same as in this process ---
-
-
 def test_answers_are_the_same_as_without_workers():
     asked, beginning = prompt(), prompt(begins="a context", level=4)
     answers = []
@@ -110,13 +92,13 @@ def test_answers_are_the_same_as_without_workers():
             found.append(play(episodes, asked, 0, "context abc"))
             context = episodes.start(beginning, 0).result(60)
             found += [context.tokens.tolist(), context.new_context]
-            assert episodes.step(asked, 0, turn("done")).result(60) is None
+            assert stepped(episodes, asked, 0, "done").result(60) is None
             found += [verdicts(episodes, asked, 2), verdicts(episodes, beginning, 1)]
             answers.append(found)
     assert answers[0] == answers[1]
     tokens, logprobs, *rest = json.loads(answers[1][2])
     assert (tokens, rest[:4]) == (TOKENIZER.encode("echo").tolist(), ["int32", "float32", "stop", 2])
-    assert np.array(logprobs, np.float32).tolist() == turn("echo").logprobs.tolist(), "to the bit"
+    assert np.array(logprobs, np.float32).tolist() == drawn("echo").logprobs.tolist(), "to the bit"
     context = TOKENIZER.decode(np.array([97, 98, 99], np.int32))
     assert answers[1][:5] == ["?", "?", answers[1][2], "c", context]
     assert answers[1][-2][0].score == 2.0
@@ -146,7 +128,7 @@ def test_a_row_arrives_as_it_is_with_arrays_and_tuples_as_lists(scripted):
 def test_a_bad_step_loses_its_episode_alone_and_the_worker_stays(scripted, text, lost, reason):
     asked = begun(scripted, 2)
     before = pid_of(scripted, asked, 1)
-    assert scripted.step(asked, 0, turn(text)).result(60) is None
+    assert stepped(scripted, asked, 0, text).result(60) is None
     assert pid_of(scripted, asked, 1) == before
     found, good = verdicts(scripted, asked, 2)
     assert (found.lost, good.lost) == (lost, "")
@@ -158,9 +140,6 @@ def test_an_episode_that_cannot_begin_is_lost(scripted):
     assert scripted.start(asked, 0).result(60) is None
     assert appended(scripted.start(silent, 0)) == ""
     assert verdicts(scripted, asked, 1)[0].reason.startswith("ValueError: no such task (scripted.py, line ")
-
-
-# --- Placement, comparison, closing ---
 
 
 def test_a_prompts_episodes_are_in_one_worker_and_prompts_are_spread():
@@ -177,9 +156,8 @@ def test_a_prompts_episodes_are_in_one_worker_and_prompts_are_spread():
 def test_rewards_are_compared_if_the_environment_compares(scripted):
     assert not hasattr(scripted._environment, "group_rewards")
     with playing(workers(f"{SCRIPTED}:Compared")) as episodes:
-        asked, dying, all_lost = (
-            begun(episodes, 3, **row) for row in ({}, {"compare": "exit"}, {"begins": "not"})
-        )
+        rows = {}, {"compare": "exit"}, {"begins": "not"}
+        asked, dying, all_lost = (begun(episodes, 3, **row) for row in rows)
         for index in range(3):
             play(episodes, dying, index, "a")
         play(episodes, asked, 0, "a", "b")
@@ -199,14 +177,11 @@ def test_closing_closes_episodes_and_ends_the_processes(tmp_path):
     assert len(set(pids)) == 2
     assert all(map(lives, pids))
     play(episodes, asked, 0, "a", "b")
-    episodes.step(other, 0, turn("sleep 60"))
+    stepped(episodes, other, 0, "sleep 60")
     episodes.close()
     for pid in pids:
         assert_ends(pid)
     assert (tmp_path / "closed").read_text() == "a|b\n"
-
-
-# --- Accidents of a worker ---
 
 
 @pytest.mark.parametrize(
@@ -225,9 +200,9 @@ def test_a_call_that_ends_a_worker_costs_its_own_episode_alone(text, lost, reaso
         play(scripted, asked, index, "a", f"b{index}")
     before = pid_of(scripted, other)
     assert play(scripted, asked, 1, "print")
-    waiting = [scripted.step(*who, turn("sleep 0.5")) for who in ((asked, 1), (other, 0))]
+    waiting = [stepped(scripted, *episode, "sleep 0.5") for episode in ((asked, 1), (other, 0))]
     time.sleep(0.1)
-    assert scripted.step(asked, 0, turn(text)).result(60) is None
+    assert stepped(scripted, asked, 0, text).result(60) is None
     assert [appended(answer) for answer in waiting] == ["a|b1|print|sleep 0.5", "sleep 0.5"]
     assert play(scripted, asked, 2, "c") == "a|b2|c", "all turns were replayed to the new worker"
     assert play(scripted, asked, 1, "d") == "a|b1|print|sleep 0.5|d"
@@ -249,7 +224,7 @@ def test_of_many_calls_under_way_only_those_that_end_workers_are_lost(scripted):
     asked = begun(scripted, 8)
     texts = ["sleep 0.2"] * 8
     texts[2] = texts[5] = "exit"
-    answers = [scripted.step(asked, index, turn(text)) for index, text in enumerate(texts)]
+    answers = [stepped(scripted, asked, index, text) for index, text in enumerate(texts)]
     assert [appended(answer) for answer in answers] == [None if text == "exit" else text for text in texts]
 
 
@@ -257,7 +232,7 @@ def test_taking_too_much_memory_costs_its_own_episode_and_the_worker_stays():
     with playing(workers(memory_mb=256)) as episodes:
         asked = begun(episodes, 2)
         before = pid_of(episodes, asked, 1)
-        assert episodes.step(asked, 0, turn("take 300")).result(60) is None
+        assert stepped(episodes, asked, 0, "take 300").result(60) is None
         assert play(episodes, asked, 1, "take 100") == "100"
         assert pid_of(episodes, asked, 1) == before
         lost, fine = verdicts(episodes, asked, 2)
@@ -269,9 +244,9 @@ def test_a_call_that_another_one_held_up_has_its_time_once_more():
     """The loop is blocked for longer than the time limit, but not long enough that the worker counts as blocked."""
     with playing(workers(timeout_s=0.8)) as episodes:
         asked = begun(episodes, 2)
-        waiting = episodes.step(asked, 1, turn("sleep 0.3"))
+        waiting = stepped(episodes, asked, 1, "sleep 0.3")
         time.sleep(0.1)
-        episodes.step(asked, 0, turn("stall 1.6"))
+        stepped(episodes, asked, 0, "stall 1.6")
         assert appended(waiting) == "sleep 0.3"
         assert verdicts(episodes, asked, 2)[1].lost == ""
 
@@ -279,13 +254,10 @@ def test_a_call_that_another_one_held_up_has_its_time_once_more():
 def test_a_turn_for_whose_threads_no_worker_has_room_is_lost():
     with playing(workers(timeout_s=20.0, memory_mb=96)) as episodes:
         asked, other = begun(episodes, 1), begun(episodes, 1)
-        assert episodes.step(asked, 0, turn("threads 100")).result(60) is None
+        assert stepped(episodes, asked, 0, "threads 100").result(60) is None
         [verdict] = verdicts(episodes, asked, 1)
         assert (verdict.lost, "thread" in verdict.reason) == ("died", True)
         assert play(episodes, other, 0, "threads 1") == "threads 1"
-
-
-# --- Loading ---
 
 
 @pytest.mark.parametrize("source", ["gess", f"{SCRIPTED}:Scriptid", f"{HERE}:Unmakeable"])

@@ -1,19 +1,18 @@
 """Reward functions: what they get, what they may return, and how they are found."""
 
-import dataclasses
 import re
 import sys
 
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Prompt, Verdict
+from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.health.stopping import StoppedError
-from dapo_jax.rewards import Sample, as_verdict, grade_function, load_function, whole_group
+from dapo_jax.rewards import as_verdict, grade_function, load_function, whole_group
 from dapo_jax.rewards.functions import RewardError, load_reward
+from tests.rewards.samples import sample, samples
 
-PROMPT = Prompt(ordinal=7, tokens=np.array([5, 6], np.int32), text="1+1", answer="2", row={"level": 3})
-SAMPLE = Sample(prompt=PROMPT, response="=2", tokens=np.array([4, 5, 1], np.int32), finish_reason="stop")
+SAMPLE = sample("=2", prompt="1+1", answer="2")
 
 
 def graded(spec, **options):
@@ -23,13 +22,7 @@ def graded(spec, **options):
 
 @pytest.mark.parametrize(
     ("value", "correct"),
-    [
-        (0.25, True),
-        (0.0, False),
-        (-1, False),
-        (np.float32(0.5), True),
-        (np.int64(-3), False),
-    ],
+    [(0.25, True), (0.0, False), (-1, False), (np.float32(0.5), True), (np.int64(-3), False)],
 )
 def test_number_is_a_score_that_is_correct_above_zero(value, correct):
     verdict = as_verdict(value, name="f")
@@ -80,9 +73,8 @@ def test_of_a_group_only_the_response_with_a_score_that_is_not_finite_is_lost():
         return [1.0, float("inf"), False]
 
     verdicts = grade_function(scores, on_nonfinite="lost")([SAMPLE] * 3)
-    assert [(verdict.correct, verdict.lost) for verdict in verdicts] == [
-        (True, ""), (False, "nonfinite"), (False, ""),
-    ]  # fmt: skip
+    assert [verdict.correct for verdict in verdicts] == [True, False, False]
+    assert [verdict.lost for verdict in verdicts] == ["", "nonfinite", ""]
     assert "scores returned inf" in verdicts[1].reason
     words = r"scores returned inf; .*; prompt 7 \('1\+1'\), response '=2'; .*reward\.on_nonfinite=lost"
     with pytest.raises(RewardError, match=words):
@@ -108,30 +100,26 @@ def writes_prompt_tokens(sample):
 )
 def test_a_function_that_writes_to_the_tokens_is_refused_and_they_stay(writes):
     """They are the trainer's own: written to, other tokens would be trained on than were sampled."""
-    prompt = dataclasses.replace(PROMPT, tokens=PROMPT.tokens.copy())
-    sample = dataclasses.replace(SAMPLE, prompt=prompt, tokens=SAMPLE.tokens.copy())
+    handed_over = sample("=2")
     with pytest.raises(RewardError, match=r"raised ValueError: .*read-only \(functions_test\.py, line \d+\)"):
-        grade_function(writes)([sample])
-    np.testing.assert_array_equal(sample.tokens, [4, 5, 1])
-    np.testing.assert_array_equal(prompt.tokens, [5, 6])
-    assert sample.tokens.flags.writeable  # the caller's array is as it was
+        grade_function(writes)([handed_over])
+    np.testing.assert_array_equal(handed_over.tokens, [3, 4, 5])
+    np.testing.assert_array_equal(handed_over.prompt.tokens, [1, 2])
+    assert handed_over.tokens.flags.writeable  # the caller's array is as it was
 
 
 def test_changes_of_a_row_do_not_reach_other_calls():
     row = {"level": 3, "tags": ["a"], "deep": {"n": np.zeros(2)}}
-    sample = dataclasses.replace(SAMPLE, prompt=dataclasses.replace(PROMPT, row=row))
 
     def counts(sample):
-        sample.prompt.row["level"] += 1
-        sample.prompt.row["tags"].append("b")
-        sample.prompt.row["deep"]["n"] += 1
-        return (
-            sample.prompt.row["level"] + len(sample.prompt.row["tags"]) + sample.prompt.row["deep"]["n"].sum()
-        )
+        changed = sample.prompt.row
+        changed["level"] += 1
+        changed["tags"].append("b")
+        changed["deep"]["n"] += 1
+        return changed["level"] + len(changed["tags"]) + changed["deep"]["n"].sum()
 
-    assert [verdict.score for verdict in grade_function(counts)([sample, sample])] == [8.0, 8.0]
-    assert row["level"] == 3
-    assert row["tags"] == ["a"]
+    assert [verdict.score for verdict in grade_function(counts)([sample(row=row)] * 2)] == [8.0, 8.0]
+    assert (row["level"], row["tags"]) == (3, ["a"])
     assert not row["deep"]["n"].any()
 
 
@@ -145,15 +133,9 @@ def test_function_that_raises_names_the_prompt():
     def broken(sample):
         return sample.prompt.row["missing"]
 
-    with pytest.raises(
-        RuntimeError,
-        match=r"broken raised KeyError: 'missing' \(functions_test\.py, line \d+\); prompt 7 \('1\+1'\), response '=2'",
-    ):
+    place = r"\(functions_test\.py, line \d+\); prompt 7 \('1\+1'\), response '=2'"
+    with pytest.raises(RuntimeError, match=rf"broken raised KeyError: 'missing' {place}"):
         graded(broken)
-
-
-def samples(*responses):
-    return [dataclasses.replace(SAMPLE, response=response) for response in responses]
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array])
@@ -167,11 +149,8 @@ def test_a_whole_group_function_sees_all_responses_and_answers_for_each(kind):
 
     verdicts = grade_function(reward)(samples("a", "b", "c"))
     assert seen == [["a", "b", "c"]]
-    assert [(verdict.correct, verdict.score) for verdict in verdicts] == [
-        (True, 1.0),
-        (False, 0.0),
-        (False, -2.0),
-    ]
+    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, -2.0]
+    assert [verdict.correct for verdict in verdicts] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +173,8 @@ def test_an_async_function_is_not_graded_without_an_event_loop():
         grade_function(judge)
 
 
-def reward_file(tmp_path, text, name="my_reward.py"):
-    path = tmp_path / name
+def reward_file(folder, text):
+    path = folder / "my_reward.py"
     path.write_text(text)
     return path
 
@@ -239,24 +218,20 @@ def f(sample):
 
 @pytest.mark.usefixtures("own_imports")
 def test_a_file_imports_the_files_next_to_it(tmp_path):
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "__init__.py").write_text("")
-    (tmp_path / "parts" / "scale.py").write_text("scale = 10")
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "more.py").write_text("more = 100")
-    (tmp_path / "hints.py").write_text("from deeper import base")
-    (tmp_path / "deeper.py").write_text("base = 2")
-    (tmp_path / "late.py").write_text("offset = 3")
+    for name, text in {
+        "parts/__init__.py": "", "parts/scale.py": "scale = 10", "bare/more.py": "more = 100",
+        "hints.py": "from deeper import base", "deeper.py": "base = 2", "late.py": "offset = 3",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     assert load_function(f"{reward_file(tmp_path, NEIGHBOURS)}:f")(SAMPLE) == 2 * 10 + 3 + 100
 
 
 def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothing(tmp_path, monkeypatch):
-    path = reward_file(
-        tmp_path, "import sys\ndef f(sample):\n    return True\nsys.exit(0)\n", name="leaves.py"
-    )
+    path = tmp_path / "leaves.py"
+    path.write_text("import sys\ndef f(sample):\n    return True\nsys.exit(0)\n")
     before = set(sys.modules)
-    remedy = 'put code that runs as a program after `if __name__ == "__main__":`'
-    with pytest.raises(ValueError, match=re.escape(f"{path} calls sys.exit(0) while it is loaded; {remedy}")):
+    with pytest.raises(ValueError, match=re.escape(f"{path} calls sys.exit(0) while it is loaded")):
         load_function(f"{path}:f")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=re.escape("the module 'leaves' calls sys.exit(0)")):
@@ -282,10 +257,8 @@ def test_a_function_that_raises_what_is_no_exception_is_named_and_a_stop_of_the_
 @pytest.mark.parametrize(("grader", "reads_thoughts"), [("math", False), ("gsm8k", False), ("dapo", True)])
 def test_a_response_that_ends_in_thoughts_of_its_prompt_has_no_answer(grader, reads_thoughts):
     """The chat template ends the prompt with `<think>`, and the response is cut off before `</think>`."""
-    grade = grade_function(grader)
     for text, correct in (("<think>\n", reads_thoughts), ("<think>\n\n</think>\n", True)):
-        opened = dataclasses.replace(PROMPT, text=text)
-        [verdict] = grade([dataclasses.replace(SAMPLE, prompt=opened, response="Answer: 2")])
+        [verdict] = grade_function(grader)([sample("Answer: 2", prompt=text, answer="2")])
         assert verdict.correct is correct
 
 
@@ -300,15 +273,11 @@ def test_a_response_that_ends_in_thoughts_of_its_prompt_has_no_answer(grader, re
     ],
 )
 def test_a_function_of_another_library_is_answered_with_its_prefix(head, library, tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(f"{head}:\n    return 1.0\n")
+    file = reward_file(tmp_path, f"{head}:\n    return 1.0\n")
     spec = f"{file}:f"
     with pytest.raises(ValueError, match=re.escape(f"{library}:{spec}")):
         load_reward(spec)
     assert load_reward(f"{library}:{spec}").name == f"{library}:{spec}"
     with pytest.raises(ValueError, match=rf"adapters\.{library}_reward"):
         load_reward(load_function(spec))
-
-
-def test_a_function_with_one_parameter_may_call_it_completions():
-    assert load_reward(lambda completions: True).name
+    assert load_reward(lambda completions: True).name  # a function with one parameter may call it so

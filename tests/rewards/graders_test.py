@@ -4,13 +4,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.rewards import TEXT_RULES, Sample, grade_function, graders
+from dapo_jax.rewards import TEXT_RULES, grade_function, graders
 from dapo_jax.rewards.graders import GRADERS, exact_grader
 from dapo_jax.rewards.pool import GradingPool
+from tests.rewards.samples import samples
 
 
 @pytest.mark.parametrize(
@@ -38,21 +37,19 @@ def test_text_after_the_last_marker_is_compared(response, answer, correct):
     assert GRADERS["exact"](response, answer).correct is correct
 
 
-def test_verdict_says_what_was_found_and_why():
-    verdict = GRADERS["exact"]("=133", "132")
-    assert (verdict.extracted, verdict.score) == ("133", None)
-    assert verdict.reason == "expected '132'"
-    assert GRADERS["exact"]("=0132", "132").reason == "equal to 132 as an integer"
-
-
 @pytest.mark.parametrize(
-    ("response", "reason"), [("132", "no '='"), ("", "no '='"), ("132= ", "nothing after")]
+    ("response", "extracted", "reason"),
+    [
+        ("=133", "133", "expected '132'"),
+        ("132", None, "no '=' in the response"),
+        ("", None, "no '=' in the response"),
+        ("132= ", None, "nothing after the last '='"),
+    ],
 )
-def test_response_without_an_answer_is_incorrect_with_a_reason(response, reason):
+def test_a_wrong_response_has_a_reason_and_an_answer_if_it_states_one(response, extracted, reason):
     verdict = GRADERS["exact"](response, "132")
-    assert not verdict.correct
-    assert verdict.extracted is None
-    assert reason in verdict.reason
+    assert (verdict.correct, verdict.score) == (False, None)
+    assert (verdict.extracted, verdict.reason) == (extracted, reason)
 
 
 def test_marker_is_configurable():
@@ -97,15 +94,10 @@ def test_math_verify_judges_as_the_package_does(math_verify, response, answer, c
 
 def test_math_verify_runs_in_a_thread_and_its_limit_is_the_runs(math_verify):
     """The package's own limits need the main thread. The power has 370 million digits."""
-    prompt = Prompt(ordinal=0, tokens=np.array([1], np.int32), text="", answer="9")
-    texts = ("\\boxed{9^{9^{9^9}}}", "\\boxed{9}")
-    samples = [
-        Sample(prompt=prompt, response=text, tokens=prompt.tokens, finish_reason="stop") for text in texts
-    ]
     with ThreadPoolExecutor() as threads:
-        assert threads.submit(GRADERS["math_verify"], texts[1], "9").result().correct
+        assert threads.submit(GRADERS["math_verify"], "\\boxed{9}", "9").result().correct
     with closing(GradingPool("math_verify", workers=1, timeout_s=3.0, memory_mb=2048)) as pool:
-        hangs, right = pool.grade(samples)
+        hangs, right = pool.grade(samples("\\boxed{9^{9^{9^9}}}", "\\boxed{9}", answer="9"))
     assert (hangs.lost, hangs.correct, right.correct) == ("timeout", False, True)
 
 

@@ -6,25 +6,25 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt, Response, Verdict
-from dapo_jax.rewards import Sample, grade_function
+from dapo_jax.rewards import grade_function
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.graders import kimi_length
 from dapo_jax.rewards.grading import Grading, Part, immediately, part_names, summed, weighted_sum
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.text.tokenizers import ByteTokenizer
+from tests.rewards.samples import sample, samples
 
 TOKENIZER = ByteTokenizer()
+RULE = Shaping(correct=1.0, incorrect=-1.0)
+ASKED = {"prompt": "1+1", "answer": "2"}
 
 
 def sampled(ordinal, *texts):
     prompt = Prompt(ordinal=ordinal, tokens=np.array([2], np.int32), text="q", answer="yes")
-    responses = tuple(
-        Response(
-            tokens=TOKENIZER.encode(text), logprobs=np.zeros(len(text), np.float32), finish_reason="stop"
-        )
-        for text in texts
+    return prompt, tuple(
+        Response(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop")
+        for tokens in map(TOKENIZER.encode, texts)
     )
-    return prompt, responses
 
 
 def is_yes(samples):
@@ -70,39 +70,22 @@ def test_sampling_does_not_wait_for_a_verdict_and_groups_keep_the_order_of_sampl
 
 
 def test_an_exception_of_the_grader_ends_the_groups():
-    def submit(samples):
-        future = Future()
-        future.set_exception(RuntimeError("reward function f raised"))
-        return future
-
-    grading = Grading(submit=submit, tokenizer=TOKENIZER, shaping=Shaping())
+    failed = Future()
+    failed.set_exception(RuntimeError("reward function f raised"))
+    grading = Grading(submit=lambda samples: failed, tokenizer=TOKENIZER, shaping=Shaping())
     with pytest.raises(RuntimeError, match="reward function f raised"):
         list(grading.groups([sampled(0, "yes")]))
 
 
-RULE = Shaping(correct=1.0, incorrect=-1.0)
-
-
-def samples(*responses):
-    prompt = Prompt(ordinal=7, tokens=np.array([1], np.int32), text="1+1", answer="2")
-    return [
-        Sample(prompt=prompt, response=response, tokens=np.array([3], np.int32), finish_reason="stop")
-        for response in responses
-    ]
-
-
-def part(name, weight, reward=lambda sample: True):
-    return Part(name=name, weight=weight, submit=immediately(grade_function(reward)))
-
-
-def brevity(sample):
-    return 1.0 / len(sample.response)
+def part(name, weight, reward=lambda sample: True, **fields):
+    return Part(name=name, weight=weight, submit=immediately(grade_function(reward)), **fields)
 
 
 def test_the_score_is_the_sum_of_weight_times_reward_and_the_first_decides_what_is_correct():
     """`=2`: 2 x 1 + 0.5 / 2 = 2.25. `=002`: 2 x 1 + 0.5 / 4 = 2.125. `=3`: 2 x -1 + 0.25 = -1.75, wrong though brevity is above 0."""
-    submit = weighted_sum([part("exact", 2.0, "exact"), part("brevity", 0.5, brevity)], RULE)
-    verdicts = submit(samples("=2", "=002", "=3")).result()
+    brevity = part("brevity", 0.5, lambda sample: 1.0 / len(sample.response))
+    submit = weighted_sum([part("exact", 2.0, "exact"), brevity], RULE)
+    verdicts = submit(samples("=2", "=002", "=3", **ASKED)).result()
     assert [verdict.score for verdict in verdicts] == [2.25, 2.125, -1.75]
     assert [verdict.correct for verdict in verdicts] == [True, True, False]
     assert [verdict.extracted for verdict in verdicts] == ["2", "002", "3"]
@@ -134,31 +117,26 @@ def test_a_lost_part_never_adds_more_than_the_worst_of_its_group(scores, weight)
 
 
 def test_a_sum_is_there_when_its_last_part_is_and_has_its_error():
+    def sum_with(future):
+        late = Part(name="late", weight=1.0, submit=lambda samples: future)
+        return weighted_sum([part("exact", 1.0, "exact"), late], RULE)(samples("=2", **ASKED))
+
     late, broken = Future(), Future()
-    futures = [
-        weighted_sum(
-            [part("exact", 1.0, "exact"), Part(name="late", weight=1.0, submit=lambda _, f=f: f)], RULE
-        )(samples("=2"))
-        for f in (late, broken)
-    ]
-    assert not futures[0].done()
+    whole, failed = sum_with(late), sum_with(broken)
+    assert not whole.done()
     late.set_result([Verdict(correct=False, score=0.5)])
-    assert futures[0].result()[0].score == 1.5
+    assert whole.result()[0].score == 1.5
     broken.set_exception(RuntimeError("the judge raised"))
     with pytest.raises(RuntimeError, match="the judge raised"):
-        futures[1].result()
+        failed.result()
 
 
 def test_a_sum_that_would_overflow_is_refused_with_its_terms():
     """Each score is within bounds: 10 x 1e30 is not, and 1e300 x 1e10 is an infinity."""
     for weight, score, total in [(10.0, 1e30, r"1e\+31"), (1e300, 1e10, "inf"), (-1e300, 1e10, "-inf")]:
-        submit = weighted_sum(
-            [part("exact", 1.0, "exact"), part("big", weight, lambda sample, n=score: n)], RULE
-        )
-        future = submit(samples("=2"))
-        with pytest.raises(
-            RewardError, match=rf"sum of rewards exact 1 x 1 \(.*\), big .* is {total}; .*lower the weights"
-        ):
+        parts = [part("exact", 1.0, "exact"), part("big", weight, lambda sample, n=score: n)]
+        future = weighted_sum(parts, RULE)(samples("=2", **ASKED))
+        with pytest.raises(RewardError, match=rf"sum of rewards exact 1 x 1 \(.*\), big .* is {total}; "):
             future.result()
 
 
@@ -176,14 +154,11 @@ def test_names_are_short_and_unique():
     ],
 )
 def test_the_length_reward_of_kimi_is_positive_for_correct_responses_only(lengths, expected):
-    """The first three are correct. Beside a score of +-1, half of it: the sum is +-1 + 0.5 x."""
-    given = [
-        Sample(prompt=each.prompt, response=each.response, tokens=np.zeros(length, np.int32), finish_reason="stop")
-        for each, length in zip(samples(*["=2"] * 3, *["=3"] * 3), lengths, strict=True)
-    ]  # fmt: skip
-    parts = [part("exact", 1.0, "exact"), Part(name="kimi_length", weight=0.5, submit=part("", 1.0, kimi_length).submit, only_correct=True)]  # fmt: skip
-    verdicts = weighted_sum(parts, RULE)(given).result()
+    """The first three are correct. Next to a score of +-1, half of it: the sum is +-1 + 0.5 x."""
+    responses = zip(["=2"] * 3 + ["=3"] * 3, lengths, strict=True)
+    group = [sample(response, tokens=[0] * length, **ASKED) for response, length in responses]
+    parts = [part("exact", 1.0, "exact"), part("kimi_length", 0.5, kimi_length, only_correct=True)]
+    verdicts = weighted_sum(parts, RULE)(group).result()
     assert [verdict.parts["kimi_length"] for verdict in verdicts] == expected
-    assert [verdict.score for verdict in verdicts] == [
-        sign + 0.5 * x for sign, x in zip([1, 1, 1, -1, -1, -1], expected, strict=True)
-    ]
+    signs = zip([1, 1, 1, -1, -1, -1], expected, strict=True)
+    assert [verdict.score for verdict in verdicts] == [sign + 0.5 * x for sign, x in signs]

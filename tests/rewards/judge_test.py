@@ -7,37 +7,25 @@ import sqlite3
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
 from dapo_jax.config import ConfigError, RewardConfig
-from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.rewards import Sample
 from dapo_jax.rewards import judge as judge_room
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.rewards.judge import Judge, JudgeConfig
+from dapo_jax.rewards.judge import Judge
 from dapo_jax.run.grader_setup import submit_of
+from tests.rewards.samples import sample, samples
 
-PAGE = (Path(__file__).parents[2] / "docs" / "write_a_reward.md").read_text()
-SAMPLE = Sample(
-    prompt=Prompt(ordinal=7, tokens=np.array([1], np.int32), text="1+1", answer="2"),
-    response="a",
-    tokens=np.array([3], np.int32),
-    finish_reason="stop",
-)
+SAMPLE = sample("a")
 PROMPT = "{prompt} has the answer {answer}. Rate `{response}`."
 
 
-def chat(text, tokens=7):
+def chat(text):
     """A completed chat of OpenAI's API."""
-    content = {
-        "choices": [{"message": {"role": "assistant", "content": text}}],
-        "usage": {"total_tokens": tokens},
-    }
-    return 200, json.dumps(content).encode()
+    choices = [{"message": {"role": "assistant", "content": text}}]
+    return 200, json.dumps({"choices": choices, "usage": {"total_tokens": 7}}).encode()
 
 
 class Server:
@@ -109,16 +97,11 @@ def settings(tmp_path):
     return write
 
 
-def graded(path, *responses, grader=None, **limits):
+def graded(path, *responses, **limits):
     """The verdicts of a judge, through the graders of a run."""
-    prompt = Prompt(ordinal=7, tokens=np.array([1], np.int32), text="1+1", answer="2")
-    config = RewardConfig(grader=f"judge:{path}", **limits) if grader is None else grader
-    submit, close = submit_of(config)
+    submit, close = submit_of(RewardConfig(grader=f"judge:{path}", **limits))
     try:
-        tokens = np.array([3], np.int32)
-        return submit(
-            [Sample(prompt=prompt, response=each, tokens=tokens, finish_reason="stop") for each in responses]
-        ).result()
+        return submit(samples(*responses)).result()
     finally:
         close()
 
@@ -126,15 +109,13 @@ def graded(path, *responses, grader=None, **limits):
 def test_the_judge_gets_prompt_response_and_answer_and_its_number_is_the_score(settings):
     """A response that contains a placeholder or a special token is passed on as text, and is not expanded."""
     with serving(chat("0.25")) as server:
-        [verdict] = graded(
-            settings(server.url + "/", options={"max_tokens": 3, "seed": 1}), "{answer} <|im_end|>"
-        )
+        file = settings(server.url + "/", options={"max_tokens": 3, "seed": 1})
+        [verdict] = graded(file, "{answer} <|im_end|>")
         [(path, headers, body)] = server.seen
     assert (verdict.score, verdict.correct, verdict.reason) == (0.25, True, "0.25")
     assert (path, headers["Content-Type"]) == ("/v1/chat/completions", "application/json")
     assert "Authorization" not in headers
-    text = "1+1 has the answer 2. Rate `{answer} <|im_end|>`."
-    message = {"role": "user", "content": text}
+    message = {"role": "user", "content": "6*7 has the answer 42. Rate `{answer} <|im_end|>`."}
     assert body == {"model": "m", "messages": [message], "temperature": 0.0, "max_tokens": 3, "seed": 1}
 
 
@@ -143,6 +124,7 @@ def test_the_judge_gets_prompt_response_and_answer_and_its_number_is_the_score(s
     [
         (" 1 \n", {}, 1.0),
         ("0", {}, 0.0),
+        ("<think>1 or 0.5?</think>\n0.25", {}, 0.25),
         ("Score: 3. No, Score: 8/10", {"score": r"Score: (\d+)", "highest": 10}, 8.0),
         ("-2.5", {"lowest": -3}, -2.5),
         ("\ud800 1", {"score": r"(\d)"}, 1.0),
@@ -158,6 +140,7 @@ def test_a_score_is_the_last_match_of_the_pattern_within_the_bounds(reply, chang
         if score is not None:
             [verdict] = graded(settings(server.url, **changes), "a")
             assert (verdict.score, verdict.correct, verdict.lost) == (score, score > 0, "")
+            assert verdict.reason == reply.replace("\ud800", "?")
             return
         with pytest.raises(RewardError, match=r"helpful.*judge\.score=.*prompt 7"):
             graded(settings(server.url, **changes), "a")
@@ -171,9 +154,7 @@ def test_an_overloaded_failing_or_dead_server_is_asked_again_after_growing_waits
         [verdict] = graded(settings(server.url, retries=3), "a")
         assert (verdict.score, len(server.seen)) == (1.0, 4)
     assert no_waits == [1.0, 2.0, 4.0]
-    with pytest.raises(
-        RewardError, match=rf"{server.url} failed 3 of 3 times, the last time with ConnectionRefused"
-    ):
+    with pytest.raises(RewardError, match=rf"{server.url} failed 3 of 3 times, .* with ConnectionRefused"):
         graded(settings(server.url), "a")
     [lost] = graded(settings(server.url, on_failure="lost", retries=0), "a")
     assert (lost.lost, lost.correct) == ("raised", False)
@@ -188,14 +169,6 @@ def test_the_judges_own_limits_decide_however_short_a_grading_call_may_be(limits
     with serving((1, b"")) as server, pytest.raises(RewardError, match=r"failed 2 of 2 times.*[tT]ime"):
         graded(settings(server.url, timeout_s=0.1, retries=1), "a", **limits)
     assert len(server.seen) == 2
-
-
-def test_the_defaults_of_a_judge_and_of_a_run_agree(settings):
-    """The longest call of a judge with its defaults takes 3 x 30 + 1 + 2 s; the default of `reward.timeout_s` is 10."""
-    with serving((1, b""), chat("1")) as server:
-        path = settings(server.url, timeout_s=JudgeConfig.timeout_s)
-        _, close = submit_of(RewardConfig(grader=f"judge:{path}"))
-        close()
 
 
 def test_a_wait_is_never_longer_than_a_minute(settings, no_waits):
@@ -225,76 +198,59 @@ def answer_with(**changes):
     """A chat that would score 1, with other fields: of the choice, of its message, or of the answer."""
     content = json.loads(chat("1")[1])
     [choice] = content["choices"]
+    owners = {"finish_reason": choice, "choice_error": choice, "error": content}
     for name, value in changes.items():
-        place = {"finish_reason": choice, "choice_error": choice, "error": content}.get(
-            name, choice["message"]
-        )
-        place[name.removeprefix("choice_")] = value
+        owners.get(name, choice["message"])[name.removeprefix("choice_")] = value
     return 200, json.dumps(content).encode()
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "words"),
     [
-        {"finish_reason": "length"},
-        {"finish_reason": "content_filter"},
-        {"content": None},
-        {"content": None, "reasoning_content": "Score: 1"},
-        {"content": None, "reasoning": "1"},
-        {"content": None, "finish_reason": "tool_calls", "tool_calls": [{"id": "1"}]},
-        {"refusal": "I cannot rate this."},
-        {"content": None, "refusal": "I cannot rate this."},
-        {"content": {"text": "1"}},
-        {"content": 1},
-        {"error": {"message": "no such model", "code": 404}},
-        {"error": {"message": "500 is bad", "code": "invalid_api_key", "type": "authentication"}},
-        {"error": "no such model"},
-        {"choice_error": {"code": 400, "message": "bad"}},
-        {"finish_reason": "error"},
+        ({"finish_reason": "length"}, "finish_reason='length'.*max_tokens"),
+        ({"finish_reason": "content_filter"}, "finish_reason='content_filter'"),
+        ({"finish_reason": "error"}, "finish_reason='error'"),
+        ({"content": None}, "'content': None"),
+        ({"content": None, "reasoning_content": "so 1"}, "'content': None, 'reasoning_content': 'so 1'"),
+        ({"content": None, "finish_reason": "tool_calls", "tool_calls": [{"id": "1"}]}, "tool_calls"),
+        ({"refusal": "I cannot."}, r"'refusal': 'I cannot\.'"),
+        ({"content": None, "refusal": "I cannot."}, "I cannot"),
+        ({"content": {"text": "1"}}, ""),
+        ({"content": 1}, ""),
+        ({"error": {"code": 404, "message": "no such model"}}, "404.*no such model"),
+        ({"error": {"message": "500 is bad", "code": "invalid_api_key", "type": "authentication"}}, "500 is bad"),
+        ({"error": "no such model"}, "no such model"),
+        ({"choice_error": {"code": 400, "message": "bad"}}, "400"),
     ],
-)
-def test_an_answer_that_is_not_whole_has_no_score_and_is_not_asked_for_again(changes, settings):
+)  # fmt: skip
+def test_an_answer_that_is_not_whole_has_no_score_and_is_not_asked_for_again(changes, words, settings):
     with serving(answer_with(**changes)) as server:
-        with pytest.raises(RewardError, match=rf"helpful.*{server.url} failed 1 of 3 times"):
+        with pytest.raises(RewardError, match=rf"helpful.*{server.url} failed 1 of 3 times.*{words}"):
             graded(settings(server.url, score="([01])"), "a")
         [lost] = graded(settings(server.url, score="([01])", on_failure="lost"), "a")
     assert (lost.correct, lost.score, lost.lost, len(server.seen)) == (False, None, "raised", 2)
 
 
-def test_the_error_of_an_answer_that_is_not_whole_names_the_field(settings):
-    for changes, words in (
-        ({"finish_reason": "length"}, "finish_reason='length'.*max_tokens"),
-        ({"refusal": "I cannot."}, r"'refusal': 'I cannot\.'"),
-        ({"content": None, "reasoning_content": "so 1"}, "'content': None, 'reasoning_content': 'so 1'"),
-        ({"error": {"code": 404, "message": "no model"}}, "404.*no model"),
-    ):
-        with serving(answer_with(**changes)) as server, pytest.raises(RewardError, match=words):
-            graded(settings(server.url), "a")
+MAY_PASS = [
+    *({"code": code, "message": "later"} for code in (429, "429", 500, 502, 529, 408, "rate_limit_exceeded")),
+    *({"code": None, "type": name} for name in ("server_error", "overloaded_error", "timeout")),
+    {"message": "busy", "status": "UNAVAILABLE"},
+]
 
 
 @pytest.mark.parametrize(
-    "error",
+    "first",
     [
-        *(
-            {"code": code, "message": "later"}
-            for code in (429, "429", 500, 502, 529, 408, "rate_limit_exceeded")
-        ),
-        *({"code": None, "type": name} for name in ("server_error", "overloaded_error", "timeout")),
-        {"message": "busy", "status": "UNAVAILABLE"},
+        *(answer_with(**{place: error}) for error in MAY_PASS for place in ("error", "choice_error")),
+        (200, json.dumps({"object": "error", "message": "busy", "code": 503}).encode()),
+        (2, chat("1")[1]),  # it ends early
     ],
 )
-@pytest.mark.parametrize("place", ["error", "choice_error"])
-def test_an_error_in_an_answer_with_status_200_is_asked_for_again_if_it_may_pass(error, place, settings):
-    """An answer with an error does not count, even if it also has a score."""
-    with serving(answer_with(**{place: error}), chat("0")) as server:
+def test_an_answer_with_an_error_that_may_pass_does_not_count_and_is_asked_for_again(first, settings):
+    """The first answer has a score, too."""
+    with serving(first, chat("0")) as server:
         assert graded(settings(server.url), "a")[0].score == 0.0
     assert len(server.seen) == 2
-
-
-def test_an_answer_that_is_an_error_object_is_an_error(settings):
-    overloaded = json.dumps({"object": "error", "message": "busy", "code": 503}).encode()
-    with serving((200, overloaded), chat("0")) as server:
-        assert graded(settings(server.url), "a")[0].score == 0.0
 
 
 @pytest.mark.parametrize(
@@ -317,25 +273,9 @@ def test_the_score_is_in_the_text_after_the_judges_thoughts(changes, settings):
     "content", ["", "<think>Score: 1", "Score: 1</think>", [{"type": "thinking", "thinking": "Score: 1"}]]
 )
 def test_thoughts_without_a_reply_have_no_score(content, settings):
-    with (
-        serving(answer_with(content=content, reasoning_content="Score: 1")) as server,
-        pytest.raises(RewardError, match=r"judge\.score"),
-    ):
+    answer = answer_with(content=content, reasoning_content="Score: 1")
+    with serving(answer) as server, pytest.raises(RewardError, match=r"judge\.score"):
         graded(settings(server.url, score="Score: ([01])"), "a")
-
-
-def test_a_number_after_thoughts_is_the_whole_reply(settings):
-    """The default pattern needs a reply that is a number alone."""
-    with serving(chat("<think>1 or 0.5?</think>\n0.25")) as server:
-        [verdict] = graded(settings(server.url), "a")
-    assert (verdict.score, verdict.reason) == (0.25, "<think>1 or 0.5?</think>\n0.25")
-
-
-def test_an_answer_that_ends_early_is_asked_for_again(settings):
-    content = chat("1")[1]
-    with serving((2, content), (200, content)) as server:
-        assert graded(settings(server.url), "a")[0].score == 1.0
-    assert len(server.seen) == 2
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"total_tokens": None}, {"total_tokens": 1e999}, [3]])
@@ -370,12 +310,9 @@ def test_equal_requests_are_sent_once_and_replies_outlive_the_run(settings, tmp_
     """The cache is keyed by the whole request: another prompt, model, option or address is another request."""
     cache = str(tmp_path / "replies.sqlite")
     with serving(chat("1"), chat("0"), chat("0.5"), chat("0.75")) as server:
-        first = graded(settings(server.url, cache=cache), "a", "a", "a")
-        assert [verdict.score for verdict in first] == [1.0] * 3
-        assert [verdict.score for verdict in graded(settings(server.url, cache=cache), "b", "a")] == [
-            0.0,
-            1.0,
-        ]
+        path = settings(server.url, cache=cache)
+        assert [verdict.score for verdict in graded(path, "a", "a", "a")] == [1.0] * 3
+        assert [verdict.score for verdict in graded(path, "b", "a")] == [0.0, 1.0]
         assert len(server.seen) == 2
         graded(settings(server.url, cache=cache, options={"seed": 2}), "a")
         assert len(server.seen) == 3

@@ -1,37 +1,27 @@
 """The grading pool: right and in order, whatever single calls do to their workers."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.pool import GradingPool
-from dapo_jax.rewards.sample import Sample, call_of, sample_of
+from tests.rewards import samples
 
 HERE = Path(__file__)
 TIMEOUT_S = 1.5
 SLOW = r"Answer: \sqrt{10^{5000} + 7}"
 
-
-def sample(response, *, answer="34", row=None, ordinal=7):
-    prompt = Prompt(
-        ordinal=ordinal, tokens=np.array([1, 2], np.int32), text="6*7", answer=answer, row=row or {}
-    )
-    return Sample(
-        prompt=prompt, response=response, tokens=np.array([3, 4, 5], np.int32), finish_reason="stop"
-    )
+sample, samples = partial(samples.sample, answer="34"), partial(samples.samples, answer="34")
 
 
 def hostile(sample):
@@ -129,18 +119,10 @@ def test_a_thousand_calls_with_three_hostile_ones_come_back_right_and_in_order()
 
 
 def test_a_worker_continues_or_is_replaced_after_each_kind_of_accident():
-    accidents = {
-        "hang": "timeout",
-        "eat": "memory",
-        "exit": "died",
-        "interrupt": "",
-        "print": "",
-        "fork": "",
-        "close its input": "",
-        "read its input": "",
-    }
+    harmless = ("interrupt", "print", "fork", "close its input", "read its input")
+    accidents = {"hang": "timeout", "eat": "memory", "exit": "died", **dict.fromkeys(harmless, "")}
     with pool(timeout_s=5.0) as graders:
-        verdicts = graders.grade([sample(text) for name in accidents for text in (name, "34", "35")])
+        verdicts = graders.grade(samples(*(text for name in accidents for text in (name, "34", "35"))))
     assert [verdict.lost for verdict in verdicts[::3]] == list(accidents.values())
     assert [verdict.correct for verdict in verdicts[1::3]] == [True] * len(accidents)
     assert [verdict.correct for verdict in verdicts[2::3]] == [False] * len(accidents)
@@ -170,9 +152,8 @@ def test_a_timer_that_a_grader_leaves_costs_the_next_response_no_verdict(capfd):
 
 def test_a_response_that_ends_its_worker_is_sent_twice_at_most(tmp_path, capfd):
     with pool() as grading:
-        _, lost, fine = grading.grade(
-            [sample("34"), sample("count and die", answer=str(tmp_path / "asked")), sample("34")]
-        )
+        asked = sample("count and die", answer=str(tmp_path / "asked"))
+        _, lost, fine = grading.grade([sample("34"), asked, sample("34")])
     assert (lost.lost, fine.correct) == ("died", True)
     assert (tmp_path / "asked").read_text() == "asked\n" * 2
     report = capfd.readouterr().err
@@ -191,11 +172,8 @@ def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_busy_worker_ends_with_a_trainer_that_is_killed(tmp_path):
-    program = textwrap.dedent(f"""
-        from tests.rewards.pool_test import pool, sample
-        graders = pool(timeout_s=600.0).thing
-        graders.grade([sample("spin", answer={str(tmp_path / "pid")!r})])
-    """)
+    graded = f'pool(timeout_s=600.0).thing.grade([sample("spin", answer={str(tmp_path / "pid")!r})])'
+    program = f"from tests.rewards.pool_test import pool, sample; {graded}"
     trainer = subprocess.Popen([sys.executable, "-c", program], cwd=HERE.parents[2])
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
@@ -234,23 +212,19 @@ def test_a_worker_that_does_not_start_names_the_function_and_why(tmp_path, monke
         graders.grade([sample("34")])
 
 
-def test_modules_of_the_current_folder_shadow_neither_the_standard_library_nor_this_package(
-    tmp_path, monkeypatch
-):
+def test_modules_of_the_current_folder_shadow_no_module_of_python_or_this_package(tmp_path, monkeypatch):
     for name in ("inspect.py", "token.py", "select.py", "dapo_jax.py"):
         (tmp_path / name).write_text("raise SystemExit(7)\n")
-    (tmp_path / "my_rewards.py").write_text(
-        "def right(sample):\n    return sample.response == sample.answer\n"
-    )
+    (tmp_path / "my_rewards.py").write_text("def right(sample):\n    return sample.response == '34'\n")
     monkeypatch.chdir(tmp_path)
     with pool("my_rewards:right") as graders:  # which is in the current folder, too
-        assert [verdict.correct for verdict in graders.grade([sample("34"), sample("35")])] == [True, False]
+        assert [verdict.correct for verdict in graders.grade(samples("34", "35"))] == [True, False]
 
 
 def test_a_whole_group_is_one_call_and_lost_as_one():
     with pool(f"{HERE}:hostile_group", workers=2, whole_group=True, timeout_s=1.0) as graders:
         groups = [["1", "22", "333"], ["1", "hang", "2"], ["die", "1"], ["4444", "1"]]
-        futures = [graders.submit([sample(text) for text in group]) for group in groups]
+        futures = [graders.submit(samples(*group)) for group in groups]
         verdicts = [[(each.correct, each.lost) for each in future.result()] for future in futures]
     assert verdicts == [
         [(False, ""), (False, ""), (True, "")],
@@ -263,31 +237,8 @@ def test_a_whole_group_is_one_call_and_lost_as_one():
 def test_an_answer_that_takes_too_long_to_read_is_lost_at_the_configured_limit():
     """The root of a number of 5,001 digits: sympy looks for its factors for minutes. This is not a wrong answer."""
     with pool("math", timeout_s=4.0) as graders:
-        verdicts = graders.grade([sample("Answer: 68/2"), sample(SLOW), sample("Answer: 34")])
+        verdicts = graders.grade(samples("Answer: 68/2", SLOW, "Answer: 34"))
     assert [(each.correct, each.lost) for each in verdicts] == [(True, ""), (False, "timeout"), (True, "")]
-
-
-def test_a_call_holds_all_that_a_reward_function_may_read():
-    row = {
-        "answer": "34",
-        "level": 3,
-        "tags": ("a", "b"),
-        "matrix": np.eye(2),
-        "n": np.int64(5),
-        "none": None,
-    }
-    [there] = map(sample_of, json.loads(json.dumps(call_of([sample("Äπ\n34", row=row)]))))
-    lists = {"tags": ["a", "b"], "matrix": [[1.0, 0.0], [0.0, 1.0]]}
-    assert there.prompt.row == {**row, **lists}
-    assert (there.response, there.answer, there.finish_reason) == ("Äπ\n34", "34", "stop")
-    assert (there.prompt.ordinal, there.prompt.text, there.response_tokens) == (7, "6*7", 3)
-    np.testing.assert_array_equal(there.prompt.tokens, [1, 2])
-
-
-@pytest.mark.parametrize("thing", [{1, 2}, {3: "an integer's name would become a text"}, b"bytes"])
-def test_a_row_that_json_would_change_is_refused(thing):
-    with pytest.raises(TypeError, match=r"field 'thing' .*reward\.workers=0"):
-        call_of([sample("34", row={"thing": [thing]})])
 
 
 def test_closing_cancels_waiting_calls_and_waits_for_the_call_that_is_being_graded():

@@ -15,12 +15,9 @@ CAP = {"overlong": True, "max_response_tokens": 10, "buffer_tokens": 4}
 
 
 def response(text, *, ended=True):
-    tokens = (
-        np.append(TOKENIZER.encode(text), np.int32(TOKENIZER.eos_id)) if ended else TOKENIZER.encode(text)
-    )
-    return Response(
-        tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop" if ended else "length"
-    )
+    tokens = np.array([*TOKENIZER.encode(text), *[TOKENIZER.eos_id] * ended], np.int32)
+    finish_reason = "stop" if ended else "length"
+    return Response(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason=finish_reason)
 
 
 def group(*responses, grade=EXACT, **options):
@@ -38,11 +35,9 @@ def test_group_keeps_order_text_and_responses():
 
 
 def test_the_rule_reward_is_plus_or_minus_one_or_the_configured_one_and_a_score_replaces_it():
-    assert group(response("=2"), response("=3")).rewards.tolist() == [1.0, -1.0]
-    assert group(response("=2"), response("=3"), correct=0.5, incorrect=-0.25).rewards.tolist() == [
-        0.5,
-        -0.25,
-    ]
+    right_and_wrong = response("=2"), response("=3")
+    assert group(*right_and_wrong).rewards.tolist() == [1.0, -1.0]
+    assert group(*right_and_wrong, correct=0.5, incorrect=-0.25).rewards.tolist() == [0.5, -0.25]
     graded = group(response("=2"), grade=verdicts_of(-0.75), correct=9.0, incorrect=-9.0)
     assert (graded.rewards.tolist(), graded.rollouts[0].correct) == ([-0.75], False)
 
@@ -65,10 +60,7 @@ def verdicts_of(*scores):
 )
 def test_a_lost_verdict_is_worth_no_more_than_the_worst_of_its_group(scores, paid):
     graded = group(response("=2"), response("=3"), response("=4"), grade=verdicts_of(*scores))
-    assert graded.rewards[2] == paid
-    assert [score for score in scores if score is not None] == [
-        reward for reward, score in zip(graded.rewards, scores, strict=True) if score is not None
-    ]
+    assert graded.rewards.tolist() == [paid if score is None else score for score in scores]
     assert not graded.rollouts[2].correct
     assert graded.rollouts[2].verdict.lost == "timeout"
 

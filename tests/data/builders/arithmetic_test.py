@@ -6,12 +6,7 @@ import pytest
 
 from dapo_jax.data import load_rows
 from dapo_jax.data.builders import arithmetic
-from dapo_jax.data.builders.arithmetic import (
-    demonstrations,
-    response_text,
-    split_pairs,
-    working_text,
-)
+from dapo_jax.data.builders.arithmetic import demonstrations, response_text, split_pairs, working_text
 
 PAIRS = list(itertools.product(range(10, 100), repeat=2))
 

@@ -4,14 +4,7 @@ import itertools
 import re
 
 from dapo_jax.data.builders import guess_number
-from dapo_jax.data.builders.guess_number import (
-    GUESSES,
-    LOWS,
-    WIDTH,
-    demonstration,
-    prompt_text,
-    split_pairs,
-)
+from dapo_jax.data.builders.guess_number import GUESSES, LOWS, WIDTH, demonstration, prompt_text, split_pairs
 from dapo_jax.text.tokenizers import CharTokenizer
 
 PAIRS = [(low, low + place) for low, place in itertools.product(LOWS, range(WIDTH))]

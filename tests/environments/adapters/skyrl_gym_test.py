@@ -62,8 +62,7 @@ def test_an_own_class_of_the_convention_is_played():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("Silent", "returned no observation"), ("Rewriting", "postprocessed_action")],
+    ("name", "message"), [("Silent", "returned no observation"), ("Rewriting", "postprocessed_action")]
 )
 def test_an_unsupported_result_is_an_error(name, message):
     with pytest.raises(ValueError, match=message):
