@@ -1,10 +1,8 @@
 """The benchmark of Gated DeltaNet, with a small model. Its rows are several chunks long, and four responses share each prompt."""
 
-import math
-
 import pytest
 
-from benchmarks.gated_delta import decoder_of, step_seconds, token_seconds
+from benchmarks.gated_delta import decoder_of
 from benchmarks.routing_replay import measure
 
 
@@ -13,10 +11,3 @@ def test_whole_responses_in_packed_rows_are_scored_as_they_were_sampled():
     """A row has a prompt of 32 tokens and four responses of 40, in three chunks. 2e-5 is the tolerance of `tests/training/lora_test.py`."""
     found = measure(decoder_of(delta=True, layers=4), prompts=1, tokens=40, dtype="float32")["off"]
     assert 0 < found["sync/logprob_diff_max"] <= 2e-5
-
-
-@pytest.mark.slow  # only that the measurements run
-def test_the_times_are_measured():
-    decoder = decoder_of(delta=True)
-    found = step_seconds(decoder, (16, 64), 1)
-    assert all(map(math.isfinite, (*found.values(), token_seconds(decoder, 64, 1))))

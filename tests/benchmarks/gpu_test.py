@@ -23,28 +23,6 @@ def results_of(folder, *more):
     return json.loads((folder / "gpu.json").read_text())["results"]
 
 
-def test_systems_that_are_not_installed_are_left_out(tmp_path):
-    assert results_of(tmp_path, "--systems", "vllm", "trl") == {}
-
-
-def test_the_most_important_measurements_are_first():
-    """256 slots and packed rows of 384 + 8 x 2,000 = 16,384 tokens, each with both kinds of flags. Then 1,024 and 64 slots, and other systems at the end."""
-    cases = gpu._cases(gpu._arguments([]))
-    by_hand = [
-        ("rollout", (16, 16, 128, 256)),
-        ("update", (2, 8, 384, 2000)),
-        ("rollout", (16, 64, 128, 256)),
-    ]
-    by_hand += [("update", (2, 8, 256, 768)), ("rollout", (16, 4, 128, 256))]
-    ours = [(*case, "ours", flags) for case in by_hand for flags in ("repeatable", "timed")]
-    assert cases[:10] == ours
-    assert [case[2] for case in cases[10:]] == ["vllm", "trl", "vllm", "trl", "vllm"]
-
-
-def test_no_measurement_starts_after_the_given_minutes(tmp_path):
-    assert results_of(tmp_path, "--minutes", "0") == {}
-
-
 # Slow: compiles decoding and an update in other processes. The tests above run the command without our system.
 @pytest.mark.slow
 def test_one_command_measures_our_system_with_both_kinds_of_flags(tmp_path):

@@ -30,7 +30,7 @@ READERS_OWN = ("dapo-math-17k.parquet", "aime-2024.parquet")
 NOT_HERE = {
     "git": "it clones this repository from the reader's address",
     "cd": "a command of the shell, to enter the clone",
-    "gcloud": "Google's client, which asks a service; tests/launch has a stand-in with its options",
+    "gcloud": "Google's client, which asks a service",
     "vf-eval": "verifiers' command; tests/serving/http_verifiers_test.py runs it if it is installed",
     "lm_eval": "lm-eval's command; tests/serving/http_server_test.py reads an answer as lm-eval does",
     "sky": "SkyPilot's client, which rents machines; tests/launch/skypilot_test.py runs the commands of its file",

@@ -11,11 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("stub.py")
-CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "sbatch", "scontrol", "scancel", "squeue", "tar", "dapo-jax")
-TAIL = """#!/bin/sh
-# Where tail would follow the log without end, print the log.
-case "$*" in *--pid=*) exec /usr/bin/tail "$@" ;; *-F*) exec cat "$HOME/dapo_jax_run/log" ;; *) exec /usr/bin/tail "$@" ;; esac
-"""
+CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "scontrol", "scancel", "squeue", "tar", "dapo-jax")
 ASYNC_GATHERS = "--xla_enable_async_all_gather=true --xla_tpu_overlap_compute_collective_tc=true"
 """The flags of the TPU compiler that the scripts set for any slice."""
 TOKENS = {"HF_TOKEN": "hf_SECRET it's $HOME", "WANDB_API_KEY": "wandb_SECRET"}
@@ -36,16 +32,10 @@ class Laptop:
         (self.folder / "scenario.json").write_text(json.dumps(answers))
 
     def run(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = self.environment | more
         return subprocess.run(
-            words,
-            cwd=self.work,
-            env=self.environment | more,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=300,
-            check=False,
-        )
+            words, cwd=self.work, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, check=False,
+        )  # fmt: skip
 
     def launch(self, script: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
         return self.run("bash", str(ROOT / "launch" / script), *words, **more)
@@ -60,20 +50,10 @@ class Laptop:
         """The commands that the script itself ran."""
         return [[line["client"], *line["words"]] for line in self.calls("gcloud", "xpk", "kubectl", "tar")]
 
-    def verbs(self) -> list[str]:
-        return [verb(words) for words in self.commands()]
-
 
 def shellcheck() -> str | None:
     found = Path(sys.executable).with_name("shellcheck")
     return str(found) if found.exists() else shutil.which("shellcheck")
-
-
-def verb(words: list[str]) -> str:
-    if words[:3] == ["gcloud", "compute", "tpus"]:
-        far = [word.removeprefix("--command=").split() for word in words if word.startswith("--command=")]
-        return far[0][2] if far and far[0][:2] == ["bash", "tpu_worker.sh"] else words[4]
-    return words[0] if words[0] == "tar" else words[1]
 
 
 def printed(text: str) -> list[list[str]]:
@@ -82,15 +62,14 @@ def printed(text: str) -> list[list[str]]:
 
 def make_laptop(folder: Path, answers: Path) -> Laptop:
     """A laptop with a configuration and a reward. `answers` is a folder for the output of `dapo-jax config`."""
-    for name in ("work/configs", "home", "near", "far", "parts"):
+    programs = {"near": CLIENTS, "far": ("curl",), "parts": ("uv", "python", "dapo-jax")}
+    for name in ("work/configs", "home", *programs):
         (folder / name).mkdir(parents=True)
-    for name in CLIENTS:
-        _program(folder / "near" / name, name)
-    _program(folder / "far" / "curl", "curl")
-    for name in ("uv", "python", "dapo-jax"):
-        _program(folder / "parts" / name, name)
-    (folder / "far" / "tail").write_text(TAIL)
-    (folder / "far" / "tail").chmod(0o755)
+    for place, names in programs.items():
+        for name in names:
+            path = folder / place / name
+            path.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {STUB} {name} "$@"\n')
+            path.chmod(0o755)
     shutil.copy(ROOT / "configs" / "quickstart.yaml", folder / "work" / "configs")
     (folder / "work" / "rewards.py").write_text("def brief(sample):\n    return True\n")
     environment = {
@@ -105,8 +84,3 @@ def make_laptop(folder: Path, answers: Path) -> Laptop:
     laptop = Laptop(folder, environment)
     laptop.scenario()
     return laptop
-
-
-def _program(path: Path, name: str) -> None:
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {STUB} {name} "$@"\n')
-    path.chmod(0o755)

@@ -20,9 +20,7 @@ from pathlib import Path
 FOLDER = Path(os.environ["STUB_FOLDER"])
 SCENARIO = {
     "states": [["ACTIVE"]],  # for each creation of the TPU, the answers of `describe`; the last is repeated
-    "refused": 0,  # how many `create` are refused
     "runs": [0],  # exit status of each start of the program on a worker, or "preempted"; the last is repeated
-    "drops": 0,  # how many `follow` lose their connection; gcloud then runs the command again
     "workers": 1,  # of the slice, or tasks of the step
     "job": "RUNNING",  # state of the job in squeue
     "held": False,  # the program runs until FOLDER/released exists
@@ -35,9 +33,6 @@ FLAGS = {
     "gcloud compute tpus queued-resources delete": "!zone= project= !force quiet",
     "gcloud compute tpus tpu-vm ssh": f"{SSH} !command= ssh-flag=",
     "gcloud compute tpus tpu-vm scp": SSH,
-    "gcloud storage buckets create": "location=",
-    "gcloud storage cat": "",
-    "gcloud storage rm": "recursive",
     "xpk workload create": "!command= !tpu-type= !workload= !cluster= zone= project= num-slices= max-restarts= "
     "restart-on-exit-codes= env-file= base-docker-image= docker-image= script-dir=",
     "xpk workload delete": "!workload= !cluster= !force zone= project=",
@@ -49,10 +44,9 @@ FLAGS = {
     "uv venv": "python= quiet",
     "uv pip install": "python= constraint= reinstall-package= quiet",
     "srun": "ntasks-per-node= cpu-bind= kill-on-bad-exit= wait=",
-    "sbatch": "nodes= gpus-per-node= time= job-name= output= open-mode= signal= ntasks-per-node= exclusive requeue",
 }
-"""Flags that the scripts and docs/launch.md use: `=` has a value, `!` is required. All are in the help of Google Cloud SDK 528, XPK 1.16,
-kubectl 1.32 and the manual pages of Slurm."""
+"""Flags that the scripts use: `=` has a value, `!` is required. All are in the help of Google Cloud SDK 528, XPK 1.16, kubectl 1.32 and
+the manual pages of Slurm."""
 
 
 def record(client, words, **more):
@@ -84,7 +78,8 @@ def fail(message, status=1):
 def split(words, command):
     """({flag: values}, other words); ValueError for a flag that the command does not have."""
     known = [name.lstrip("!") for name in FLAGS[command].split()]
-    flags, rest, left = {}, [], list(words)
+    flags, rest = {}, []
+    left = list(words)
     while left:
         word = left.pop(0)
         name, equals, value = word.lstrip("-").partition("=")
@@ -107,13 +102,12 @@ def homes():
 
 
 def main(client, words):
-    if client in ("dapo-jax", "srun", "sbatch", "tar"):
+    if client in ("dapo-jax", "srun", "tar"):
         return globals()[client.replace("-", "_")](words)
     try:
         command = next(known for known in FLAGS if [client, *words][: len(known.split())] == known.split())
         found, rest = split([client, *words][len(command.split()) :], command)
     except (StopIteration, ValueError) as error:
-        record(client, words, refused=True)
         fail(f"{error or 'Invalid choice'}", status=2)
     if client not in ("uv", "curl"):
         record(client, words)
@@ -146,8 +140,6 @@ def gcloud_compute_tpus_queued_resources_describe(found, rest):
 
 
 def gcloud_compute_tpus_queued_resources_create(found, rest):
-    if counted("asked") < SCENARIO["refused"]:
-        fail("RESOURCE_EXHAUSTED: Quota limit exceeded")
     if state() != "NONE":
         fail("ALREADY_EXISTS: Resource already exists")
     counted("created")
@@ -190,30 +182,26 @@ def gcloud_compute_tpus_tpu_vm_ssh(found, rest):
     if state() != "ACTIVE":
         fail("This TPU cannot be currently connected to.")
     assert sys.stdin.read() == ""  # several ssh would share it
-    # As gcloud and ssh do: split at spaces, joined by the far shell.
-    line = " ".join(found["command"][0].split(" "))
+    [line] = found["command"]
     if line.endswith(" follow"):
         (FOLDER / "followed").touch()
-    [worker] = found["worker"]
-    chosen = homes() if worker == "all" else [homes()[int(worker)]]
-    running = [started(home, line) for home in chosen]
-    if line.endswith(" follow") and counted("dropped") < SCENARIO["drops"]:
-        time.sleep(0.3)
-        for process in running:
-            os.killpg(process.pid, signal.SIGKILL)
-        (FOLDER / "released").touch()
-        running = [started(home, line) for home in chosen]
-    statuses = [process.wait() for process in running]
+    assert found["worker"] == ["all"]
+    # Each worker's environment is without the laptop's variables.
+    path = f"{FOLDER / 'far'}:/usr/bin:/bin"
+    started = [
+        subprocess.Popen(
+            ["bash", "-c", line],
+            cwd=home,
+            env={"HOME": str(home), "PATH": path, "STUB_FOLDER": str(FOLDER)},
+            start_new_session=True,
+        )
+        for home in homes()
+    ]
+    statuses = [process.wait() for process in started]
     if (FOLDER / "preempted").exists():
         gone()
         fail("[ssh] exited with return code [255].")
     return next((status for status in statuses if status), 0)
-
-
-def started(home, line):
-    """The command on a worker, in an environment without the laptop's variables."""
-    clean = {"HOME": str(home), "PATH": f"{FOLDER / 'far'}:/usr/bin:/bin", "STUB_FOLDER": str(FOLDER)}
-    return subprocess.Popen(["bash", "-c", line], cwd=home, env=clean, start_new_session=True)
 
 
 # Programs of a worker
@@ -235,7 +223,6 @@ def uv_pip_install(found, rest):
     assert Path(found["constraint"][0]).is_file()
     assert Path(package, "pyproject.toml").is_file()
     assert Path(package, "dapo_jax", "cli", "__init__.py").is_file()
-    assert not list(Path(package).rglob("__pycache__"))
     record("uv", [], extras=extras)
     shutil.copy(FOLDER / "parts" / "dapo-jax", Path(found["python"][0]).parent / "dapo-jax")
 
@@ -244,18 +231,14 @@ def dapo_jax(words):
     """`config` is the real command; `train` ends as in the scenario."""
     if words[:1] == ["config"]:
         return config(words)
-    if words[:1] == ["plan"]:
-        record("dapo-jax", words)
-        return 0 if re.fullmatch(r"[\w.]+ --topology v\w+:[\dx]+", " ".join(words[1:])) else 2
-    where = "laptop" if "STUB_PYTHON" in os.environ else "worker"
     names = r"DAPO_JAX_\w+|HF_TOKEN|WANDB_API_KEY|JAX_\w+|SLURM_PROCID|LIBTPU_\w+|XLA_\w+"
     seen = {name: value for name, value in os.environ.items() if re.fullmatch(names, name)}
-    here = sorted(str(path) for path in Path().rglob("*") if path.is_file()) if where == "worker" else []
+    files = sorted(str(path) for path in Path().rglob("*") if path.is_file())
     number = counted(f"started-{os.environ.get('SLURM_PROCID', '') or Path.cwd().parent.parent.name}")
-    record("dapo-jax", words, environment=seen, files=here, where=where)
+    record("dapo-jax", words, environment=seen, files=files)
     outcome = at(SCENARIO["runs"], number)
     print(f"step 1 of start {number}", flush=True)
-    if SCENARIO["held"] or SCENARIO["drops"]:
+    if SCENARIO["held"]:
         wait_for("released")
     if outcome == "preempted":
         wait_for("followed")  # so that `follow` and not `start` sees the preemption
@@ -277,9 +260,7 @@ def config(words):
     if not kept.exists():
         command = [os.environ["STUB_PYTHON"], "-m", "dapo_jax.cli", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        new = kept.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
-        new.rename(kept)
+        kept.write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
     status, output, errors = json.loads(kept.read_text())
     print(output, end="")
     print(errors, end="", file=sys.stderr)
@@ -291,9 +272,7 @@ def config(words):
 
 def xpk_workload_create(found, rest):
     lines = Path(found["env-file"][0]).read_text().splitlines()
-    assert all(
-        "=" in line or line in os.environ for line in lines
-    )  # a bare name takes its value from the environment
+    assert all("=" in line or line in os.environ for line in lines)  # XPK looks a bare name up
     record("env-file", lines)
 
 
@@ -305,30 +284,13 @@ def scancel(found, rest):
     (FOLDER / "released").touch()
 
 
-def parted(words, command):
-    """The program after the client's own flags, with its arguments."""
-    end = next(number for number, word in enumerate(words) if not word.startswith("-"))
-    split(words[:end], command)
-    return words[end:]
-
-
 def srun(words):
     record("srun", words)
-    program = parted(words, "srun")
+    end = next(number for number, word in enumerate(words) if not word.startswith("-"))
+    split(words[:end], "srun")
     numbers = map(str, range(SCENARIO["workers"]))
-    tasks = [subprocess.Popen(program, env=os.environ | {"SLURM_PROCID": number}) for number in numbers]
+    tasks = [subprocess.Popen(words[end:], env=os.environ | {"SLURM_PROCID": number}) for number in numbers]
     return max(128 - status if status < 0 else status for status in (task.wait() for task in tasks))
-
-
-def sbatch(words):
-    """Runs the script as slurmd would: a copy of it, in the folder it was submitted from."""
-    record("sbatch", words)
-    script, *arguments = parted(words, "sbatch")
-    split(re.findall(r"^#SBATCH (.*)", Path(script).read_text(), re.MULTILINE), "sbatch")
-    copy = shutil.copy(script, FOLDER / "slurm_script")
-    os.chmod(copy, 0o700)
-    job = {"SLURM_JOB_ID": "71", "SLURM_GPUS_ON_NODE": "4"}
-    return subprocess.run([copy, *arguments], env=os.environ | job, check=False).returncode
 
 
 def tar(words):

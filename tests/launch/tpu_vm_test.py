@@ -4,7 +4,7 @@ import stat
 
 import pytest
 
-from tests.launch.clients import ASYNC_GATHERS, TOKENS, printed, verb
+from tests.launch.clients import ASYNC_GATHERS, TOKENS, printed
 
 POD = ("--name=pod", "--type=v5p-256", "--zone=us-east5-a", "--poll=0")
 RUN = ("configs/quickstart.yaml", "run_dir=gs://bucket/pod")
@@ -14,6 +14,17 @@ COPIED = ["tar", "tar", "scp", "setup"]
 
 def train(laptop, *more, **environment):
     return laptop.launch("tpu_vm.sh", "train", *POD, *RUN, *more, **environment)
+
+
+def verb(words):
+    far = [word.removeprefix("--command=").split() for word in words if word.startswith("--command=")]
+    if far:  # bash tpu_worker.sh VERB
+        return far[0][2]
+    return "tar" if words[0] == "tar" else words[4]
+
+
+def verbs(laptop):
+    return [verb(words) for words in laptop.commands()]
 
 
 def programs(laptop):
@@ -26,12 +37,11 @@ def test_train_requests_copies_starts_follows_and_deletes(laptop):
     done = train(laptop)
     assert done.returncode == 0, done.stderr
     waited = ["describe", "create", "describe", "describe", "describe"]
-    assert laptop.verbs() == [*waited, *COPIED, "start", "follow", "delete"]
+    assert verbs(laptop) == [*waited, *COPIED, "start", "follow", "delete"]
     assert programs(laptop) == [["train", *RUN]] * 2
     settings = {"DAPO_JAX_DISTRIBUTED": "1", "LIBTPU_INIT_ARGS": ASYNC_GATHERS}
     assert [call["environment"] for call in laptop.calls("dapo-jax")] == [settings] * 2
     assert "step 1 of start 0" in done.stdout
-    assert "pod is WAITING_FOR_RESOURCES" in done.stderr
     assert not (laptop.folder / "created").exists()
     for words in laptop.commands():
         assert verb(words) in ("tar", "describe") or "--quiet" in words  # gcloud must not prompt
@@ -43,96 +53,38 @@ def test_a_preempted_run_is_recreated_and_resumed(laptop):
     assert done.returncode == 0, done.stderr
     again = ["describe", "describe", "delete", "create", "describe", "describe"]
     once = [*COPIED, "start", "follow"]
-    assert laptop.verbs() == [*CREATED, *once, *again, *once, "delete"]
+    assert verbs(laptop) == [*CREATED, *once, *again, *once, "delete"]
     assert programs(laptop) == [["train", *RUN], ["train", *RUN, "--resume"]]
     creates = [words for words in laptop.commands() if "create" in words]
     assert creates[0] == creates[1]
     assert "--spot" in creates[0]
 
 
-# Slow: starts a slow process. `test_train_requests_copies_starts_follows_and_deletes` follows a run.
-@pytest.mark.slow
-def test_a_run_is_followed_while_its_process_is_not_yet_its_program(laptop):
-    slow = laptop.folder / "far" / "setsid"
-    slow.write_text("#!/bin/sh\nWORDS=\"$*\" exec sh -c 'sleep 0.5; exec /usr/bin/setsid $WORDS'\n")
-    slow.chmod(0o755)
+@pytest.mark.parametrize(
+    ("scenario", "status", "message", "starts"),
+    [
+        ({"runs": [2]}, 2, "pod is still up", 1),
+        ({"runs": [75, 7]}, 7, "1 failures, more than --restarts=0", 2),  # 75: stopped by a signal, and saved
+        ({"states": [["ACTIVE", "DELETING"]]}, 1, "pod was deleted", 0),
+    ],
+)
+def test_failures_are_resumed_until_restarts_are_used_up_and_the_tpu_stays(
+    laptop, scenario, status, message, starts
+):
+    laptop.scenario(**scenario)
     done = train(laptop, "--restarts=0")
-    assert done.returncode == 0, done.stderr
-    assert laptop.verbs() == [*CREATED, *COPIED, "start", "follow", "delete"]
+    assert done.returncode == status
+    assert message in done.stderr
+    assert [words[-1] for words in programs(laptop)] == [RUN[-1], "--resume"][:starts]
+    assert verbs(laptop).count("create") == 1
+    assert "delete" not in verbs(laptop)
 
 
-def test_a_status_of_2_is_not_retried_and_the_tpu_stays(laptop):
-    laptop.scenario(runs=[2])
-    done = train(laptop)
-    assert done.returncode == 2
-    assert laptop.verbs() == [*CREATED, *COPIED, "start", "follow"]
-    assert "pod is still up" in done.stderr
-
-
-def test_a_failure_is_resumed_on_the_same_tpu_until_restarts_are_used_up(laptop):
-    laptop.scenario(runs=[134, 7])
-    done = train(laptop, "--restarts=1")
-    assert done.returncode == 7
-    once = ["start", "follow"]
-    again = ["describe", "describe", "describe", *COPIED, *once]
-    assert laptop.verbs() == [*CREATED, *COPIED, *once, *again, "describe"]
-    assert [words[-1] for words in programs(laptop)] == [RUN[-1], "--resume"]
-    assert "2 failures, more than --restarts=1" in done.stderr
-
-
-# Slow: starts the run three times. The tests of a preempted and of a failed run resume, too.
-@pytest.mark.slow
-def test_a_stop_is_no_failure_and_a_broken_connection_does_not_touch_the_run(laptop):
-    laptop.scenario(runs=[75, 75, 0], drops=1)
-    done = train(laptop, "--restarts=0")
-    assert done.returncode == 0, done.stderr
-    assert [words[-1] for words in programs(laptop)] == [RUN[-1], "--resume", "--resume"]
-
-
-# Slow: three launches. `test_a_deleted_tpu_is_not_created_again` has other answers of gcloud.
-@pytest.mark.slow
-def test_gcloud_out_of_reach_ends_the_first_request_but_not_a_run(laptop):
-    laptop.scenario(states=[["ACTIVE", "ERROR", "ERROR", "ACTIVE"]], runs=[1, 0])
+def test_a_run_is_not_given_up_when_gcloud_is_out_of_reach(laptop):
+    laptop.scenario(states=[["ACTIVE", "ERROR", "ERROR", "ACTIVE"]])
     done = train(laptop)
     assert done.returncode == 0, done.stderr
-    assert "problem refreshing your tokens" in done.stderr
-    (laptop.folder / "created").touch()
-    laptop.scenario(states=[["ERROR"]])
-    assert train(laptop).returncode == 1
-
-
-def test_a_deleted_tpu_is_not_created_again(laptop):
-    laptop.scenario(states=[["ACTIVE", "DELETING"]], runs=[1])
-    done = train(laptop)
-    assert done.returncode == 1
-    assert "pod was deleted" in done.stderr
-    assert laptop.verbs().count("create") == 1
-
-
-# Slow: three launches. `test_a_preempted_run_is_recreated_and_resumed` deletes and creates.
-@pytest.mark.slow
-def test_a_failed_request_is_deleted_before_the_next(laptop):
-    laptop.scenario(states=[["FAILED"], ["ACTIVE"]], refused=1)
-    assert train(laptop).returncode == 1
-    assert laptop.verbs() == ["describe", "create"]
-    assert train(laptop).returncode == 1
-    assert train(laptop).returncode == 0
-    assert laptop.verbs()[5:8] == ["describe", "delete", "create"]
-
-
-# Slow: three launches. tests/launch/scripts_test.py rejoins a run with `watch`, as the page of pods shows.
-@pytest.mark.slow
-def test_watch_rejoins_a_run_that_ended_and_deletes_the_tpu(laptop):
-    assert train(laptop, "--keep").returncode == 0
-    assert laptop.verbs()[-1] == "follow"
-    done = laptop.launch("tpu_vm.sh", "watch", *POD, *RUN)
-    assert done.returncode == 0, done.stderr
-    assert laptop.verbs()[-3:] == ["describe", "follow", "delete"]
-    assert len(programs(laptop)) == 1
-    done = laptop.launch("tpu_vm.sh", "watch", *POD, *RUN)
-    assert done.returncode == 2
-    assert "there is no TPU --name=pod" in done.stderr
-    assert laptop.verbs().count("create") == 1
+    assert verbs(laptop).count("create") == 1
 
 
 def test_tokens_reach_the_workers_and_nothing_else(laptop):
@@ -153,23 +105,10 @@ def test_tokens_reach_the_workers_and_nothing_else(laptop):
     assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
 
 
-# Slow: starts the run three times. The first test has the environment of the workers; tests/launch/gke_xpk_test.py has own flags.
-@pytest.mark.slow
-def test_own_flags_of_the_tpu_compiler_reach_the_workers(laptop):
-    """Also an empty value, and after a preemption."""
-    laptop.scenario(runs=["preempted", 0, 0])
-    for mine in ("--xla_tpu_scoped_vmem_limit_kib=65536 --xla_x='a b'", ""):
-        assert train(laptop, LIBTPU_INIT_ARGS=mine).returncode == 0
-    found = [call["environment"]["LIBTPU_INIT_ARGS"] for call in laptop.calls("dapo-jax")]
-    assert found == ["--xla_tpu_scoped_vmem_limit_kib=65536 --xla_x='a b'"] * 2 + [""]
-
-
 def test_the_configuration_its_rewards_and_named_files_are_on_every_worker(laptop):
-    (laptop.work / "my rewards").mkdir()
-    (laptop.work / "my rewards" / "style.py").touch()
-    (laptop.work / "data" / "math").mkdir(parents=True)
-    (laptop.work / "data" / "math" / "train.jsonl").touch()
-    (laptop.work / "unasked.txt").touch()
+    for name in ("my rewards/style.py", "data/math/train.jsonl", "unasked.txt"):
+        (laptop.work / name).parent.mkdir(parents=True, exist_ok=True)
+        (laptop.work / name).touch()
     laptop.scenario(workers=2)
     graders = 'reward.graders=[{grader: "trl:my rewards/style.py:f"}, {grader: "rewards.py:brief"}]'
     data = ("data.source=jsonl", "data.path=data/math/train.jsonl")
@@ -181,19 +120,14 @@ def test_the_configuration_its_rewards_and_named_files_are_on_every_worker(lapto
 
 
 def test_a_dry_run_prints_the_commands_of_a_run_and_executes_none(laptop):
-    """Every command, in an order in which each finds the TPU that it needs."""
-    for command in ("up", "status", "train", "logs", "watch", "down"):
+    """In an order in which each finds the TPU that it needs. A run that has ended can be watched, too."""
+    for command, *options in (("train", "--keep"), ("status",), ("watch", "--keep"), ("down",), ("up",)):
         training = (*RUN, "reward.grader=rewards.py:brief") if command in ("train", "watch") else ()
-        if command == "train":
-            assert laptop.launch("tpu_vm.sh", "down", *POD).returncode == 0
-            training = (*training, "--keep")
-        if command == "down":
-            assert laptop.launch("tpu_vm.sh", "up", *POD).returncode == 0
         before = len(laptop.commands())
-        dry = laptop.launch("tpu_vm.sh", command, *POD, *training, "--dry-run", **TOKENS)
+        dry = laptop.launch("tpu_vm.sh", command, *POD, *options, *training, "--dry-run")
         assert dry.returncode == 0, dry.stderr
         assert len(laptop.commands()) == before
-        done = laptop.launch("tpu_vm.sh", command, *POD, *training, **TOKENS)
+        done = laptop.launch("tpu_vm.sh", command, *POD, *options, *training)
         assert done.returncode == 0, done.stderr
         assert printed(dry.stdout) == laptop.commands()[before:], command
         assert len(laptop.commands()) > before
@@ -217,3 +151,58 @@ def test_a_second_run_is_not_started_over_an_active_one(laptop):
     (laptop.folder / "released").touch()
     assert worker("follow").returncode == 0
     assert programs(laptop) == [["train", *RUN]] * 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "named", "image"),
+    [
+        ("v4-64", "v4-64", "tpu-ubuntu2204-base"),
+        ("v5e-8", "v5litepod-8", "v2-alpha-tpuv5-lite"),
+        ("v5p-256", "v5p-256", "v2-alpha-tpuv5"),
+        ("v6e-64", "v6e-64", "v2-alpha-tpuv6e"),
+    ],
+)
+def test_each_generation_has_its_image(laptop, typed, named, image):
+    more = ("--reserved", "--create-flag=--network=mine", "--project=p", "--dry-run")
+    done = laptop.launch("tpu_vm.sh", "up", "--name", "pod", "--type", typed, "--zone", "z", *more)
+    assert done.returncode == 0, done.stderr
+    [words] = [words for words in printed(done.stdout) if "create" in words]
+    assert words[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "pod"]
+    assert set(words[6:]) == {
+        "--node-id=pod", f"--accelerator-type={named}", f"--runtime-version={image}", "--zone=z", "--reserved", "--quiet",
+        "--network=mine", "--project=p",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--type=v5p:4x4x8"], "--type=v5p-256"),
+        (["--type=v6e-63"], "v6e has 1, 4, 8, 16, 32, 64, 128 or 256 chips"),
+        (["--name=Pod_1"], "--name=Pod_1"),
+        (["--sopt"], "--sopt"),
+        (["reward.grader=../mine.py:f"], "../mine.py"),
+        (["data.source=gsm8k", "data.path=data/gsm8k"], "data/gsm8k, which CONFIG names; add --file"),
+        (["sampling.slotz=3"], "sampling.slotz"),
+        # v5p-256 has 128 chips, and each is a device.
+        (["parallel.fsdp=256"], "need 256 devices, but --type=v5p-256 has 128"),
+        (["parallel.tensor=3"], "need a multiple of 3 devices, but --type=v5p-256 has 128"),
+        (["log.wandb=true"], "log.wandb=true needs WANDB_API_KEY"),
+        (["run_dir=runs/pod"], "run_dir=runs/pod"),
+    ],
+)
+def test_errors_end_the_command_before_anything_is_paid_for(laptop, words, message):
+    done = train(laptop, *words)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert laptop.calls("gcloud") == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--type=v5p-384", "parallel.fsdp=192"), ("--type=v5e-8", "parallel.tensor=2"), ("--type=v4-8", "parallel.fsdp=8")],
+)  # fmt: skip
+def test_meshes_that_fit_are_accepted(laptop, words):
+    """v5p-384 has 192 devices. On v4 the number depends on the version of libtpu, so any is accepted."""
+    done = train(laptop, *words, "--dry-run")
+    assert done.returncode == 0, done.stderr
