@@ -27,7 +27,7 @@ RESULTS = Path("docs/results/stale_rollouts")
 METRICS_FILE = "metrics.csv"
 CONFIG = "configs/study/dapo.yaml"
 COMMON = ("eval.every_steps=2",)
-FLIGHT = ("rollout.in_flight=2560", "rollout.round_tokens=8", "rollout.max_age_steps=4")
+FLIGHT = ("rollout.in_flight=2560", "rollout.round_tokens=8", "rollout.max_staleness=4")
 ACCURACY = "eval/chain_sums/avg@4"
 METRICS = (
     ACCURACY,

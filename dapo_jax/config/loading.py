@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin
 import yaml
 
 from dapo_jax.config.algorithms import ALGORITHMS, DEFINING, NOT_OFFERED, OTHER_NAMES
+from dapo_jax.config.former_keys import converted, has, is_former, put, refuse_former
 from dapo_jax.config.keys import ConfigError, needed, prefixed, refuse, shown
 from dapo_jax.config.other_libraries import of_another_library, unknown_key
 from dapo_jax.config.reading import read_file, read_yaml, shipped_configs, write_yaml
@@ -22,6 +23,9 @@ from dapo_jax.hints import nearest
 from dapo_jax.storage import path_of
 
 AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
+
+RECORD = "config.yaml"
+"""Name of the file in which a run records its configuration. Keys of earlier versions are converted in it."""
 
 _Config = TypeVar("_Config", TrainConfig, SftConfig, EvaluateConfig)
 _Section = TypeVar("_Section", bound=Section)
@@ -83,7 +87,7 @@ def changed_yaml(config: AnyConfig) -> str:
     """
     changed = {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if needed(one)}
     for key, (_, value) in changed_keys(type(config)(**changed), config).items():
-        _set(changed, key, value)
+        put(changed, key, value)
     return write_yaml(changed)
 
 
@@ -116,6 +120,9 @@ def _load(
             path = shipped_configs().get(str(name), path)
         with prefixed(path):
             content = read_file(path)
+            if path.name == RECORD:
+                content = converted(content)
+            refuse_former(content)
     algorithm = content.pop("algorithm") if isinstance(content.get("algorithm"), str) else None
     schema = next((each for each in schemas if content.keys() <= field_types(each).keys()), schemas[0])
     kinds, row = leaf_types(schema), dict[str, Any]()
@@ -126,19 +133,19 @@ def _load(
         _check_names(content, schema, kinds)
         if algorithm is not None:
             row = _row(algorithm)
-            if both := [key for key in DEFINING if key in row and _has(content, key)]:
+            if both := [key for key in DEFINING if key in row and has(content, key)]:
                 remedy = "keys in a file have no order: remove one of them, or write all keys of the algorithm instead of its name"
                 refuse("algorithm", algorithm, f"a file without {both[0]}, which the algorithm sets", remedy)
-            for key in [] if places else [key for key in row if not _has(content, key)]:
-                _set(content, key, row[key])
+            for key in [] if places else [key for key in row if not has(content, key)]:
+                put(content, key, row[key])
     for place, override in enumerate(overrides):
         with prefixed(f"override {shown(override)}"):
             if place not in places or schema is not TrainConfig:
-                _set(content, *_parse_override(override, kinds))
+                put(content, *_parse_override(override, kinds, content))
                 continue
             row = _row(override.partition("=")[2])
             for key, value in row.items() if place == places[-1] else ():
-                _set(content, key, value)
+                put(content, key, value)
     try:
         built = _build(schema, content)
         if row is ALGORITHMS["opd"] and not leaf_values(built)["teacher.source"]:
@@ -162,15 +169,6 @@ def _row(name: str) -> dict[str, Any]:
         near = nearest(name, [*ALGORITHMS, *OTHER_NAMES], least=0.0)[0]
         refuse("algorithm", name, f"one of {', '.join(ALGORITHMS)}", f"did you mean {near}?")
     return ALGORITHMS[name]
-
-
-def _has(content: Any, key: str) -> bool:
-    """Returns True if nested mappings contain a dotted key."""
-    for name in key.split("."):
-        if not isinstance(content, Mapping) or name not in content:
-            return False
-        content = content[name]
-    return True
 
 
 def _check_names(section: dict[Any, Any], schema: type, kinds: Mapping[str, Any], prefix: str = "") -> None:
@@ -214,8 +212,8 @@ def _is_section(key: str, kinds: Mapping[str, Any]) -> bool:
     return any(each.startswith(f"{key}.") for each in kinds)
 
 
-def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
-    """Parses `key=value` into the dotted key and the value."""
+def _parse_override(override: str, kinds: Mapping[str, Any], content: dict[Any, Any]) -> tuple[str, Any]:
+    """Parses `key=value` into the dotted key and the value. `content` is the configuration that it changes."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError("must have the form key=value, without spaces around =, as in batch.group_size=16")
@@ -226,28 +224,24 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
         raise ConfigError(f"{key} = {text} would replace a whole section; override one of its keys: {keys}")
     mappings = [f"{each}." for each, kind in kinds.items() if get_origin(kind) is dict]
     if key not in kinds and not key.startswith(tuple(mappings)):
+        if is_former(key):
+            former = dict[Any, Any]()
+            put(former, key, _parsed(key, text))
+            refuse_former(former, content)
         _refuse_unknown(key, text, kinds)
     # For a text key, null and quoted values are still parsed as YAML.
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     if kinds.get(key) is str and text not in ("null", "~") and not quoted:
         return key, text
+    return key, _parsed(key, text)
+
+
+def _parsed(key: str, text: str) -> Any:
     try:
-        return key, read_yaml(text)
+        return read_yaml(text)
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ConfigError(f"{key}: found {shown(text)}, not YAML: {reason}; put it in quotes") from None
-
-
-def _set(values: dict[str, Any], key: str, value: object) -> None:
-    """Sets the value of a dotted key in nested mappings."""
-    *outer, name = key.split(".")
-    for part in outer:
-        inner = values.get(part, {})
-        if not isinstance(inner, dict):
-            refuse(part, inner, "a mapping", f"remove it, or leave out {key}")
-        values[part] = dict(inner)  # copied, because keys may share this mapping through a YAML anchor
-        values = values[part]
-    values[name] = value
 
 
 def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section | None = None) -> _Section:
@@ -270,7 +264,7 @@ def replaced(config: _Section, changes: Mapping[str, Any]) -> _Section:
     """Returns a copy of the configuration with the values in `changes` (dotted key -> value). The copy is checked like a loaded configuration."""
     values: dict[str, Any] = {}
     for key, value in changes.items():
-        _set(values, key, value)
+        put(values, key, value)
     return _build(type(config), values, config)
 
 

@@ -70,7 +70,7 @@ _NO_KEY = {
     "project_name wandb_project": "the environment variable WANDB_PROJECT sets the Weights & Biases project",
     "chat_template_path": "the template is chat_template.jinja in the folder `model.source`",
     "filter_overlong_prompts truncation": "training always leaves out prompts longer than `data.max_prompt_tokens`, and never truncates",
-    "use_dynamic_bsz use_remove_padding balance_batch": "rows are always packed, to `batch.row_tokens`",
+    "packing use_dynamic_bsz use_remove_padding balance_batch": "rows are always packed, to `batch.row_tokens`",
     "pipeline_model_parallel_size expert_model_parallel_size": "the devices are split by `parallel.fsdp`, `parallel.tensor` and `parallel.context`",
     "use_kl_in_reward kl_penalty": "the KL to the reference policy is a term of the loss: `loss.kl_coef`",
     "n_gpus_per_node nnodes num_processes num_machines trainer.device strategy deepspeed fsdp_config": "a run uses all devices that JAX finds, "

@@ -113,9 +113,6 @@ class SamplingConfig(Section, at="sampling"):
     tokens and is read twice as fast. The sampler's log-probabilities then differ more from the trainer's, so training needs loss.importance_cap or another loss.correction."""
     weight_dtype: str = key("", choices=["", "int8"], aliases="quantization", may_change=True)
     """Dtype of the sampler's weight matrices. Defaults to model.compute_dtype. int8 uses one scale per output feature. Training then needs loss.importance_cap or another loss.correction."""
-    merge_lora: bool = key(False, may_change=True, only_with="lora.rank")
-    """Merge the adapters (`lora.rank`) into the sampler's weights. This saves computation for each token, but needs memory for a second copy of the weights, and the
-    results are rounded differently than in training. If false, the sampler applies the adapters separately, as training does."""
     batch_invariant: bool = key(False, may_change=True)
     """Make log-probabilities bitwise independent of the other responses in the batch, of `sampling.slots` and of the number of processes. Each device then decodes eight
     slots at a time and prefills each prompt separately, which is slower. If false, log-probabilities depend on these three, but only by rounding."""
@@ -176,8 +173,6 @@ class RewardConfig(Section, at="reward"):
     reasoning_gym, kimi_length, async functions and functions passed from Python always run in the main process."""
     timeout_s: float = key(10.0, range=POSITIVE)
     """Time limit in seconds for one grading call. A call grades one response, or a whole group if the function accepts groups. If a call takes longer, its responses count as wrong. Judges have their own limit."""
-    on_nonfinite: str = key("error", choices=["error", "lost"], may_change=True)
-    """Action if a score is NaN, infinite or above 1e30 in absolute value: error, or lost (the response has no verdict and counts as wrong)."""
     correct: float = key(1.0, range=None)
     """Reward for a correct response if the grader returns no score. (Section 2.4)"""
     incorrect: float = key(-1.0, range=None)
@@ -256,7 +251,7 @@ class RolloutConfig(Section, at="rollout"):
     """Number of tokens that are sampled per round for each response in flight. At the end of a round, finished responses are replaced, and the step may end."""
     answer_rounds: int = key(1, range=ROUNDS)
     """Number of rounds within which graders and environments must answer. Other responses are sampled meanwhile. If 0, sampling waits for each answer."""
-    max_age_steps: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
+    max_staleness: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
     """Bound n on staleness, in steps. Each step waits for the groups in flight that started n steps earlier. No group starts while the unfinished and unused groups suffice for n + 1 steps.
     Training data is then rarely older than n steps, and never older than 2n + 1 steps. 0 means no bound."""
     routing_replay: str = key("sampler", choices=["off", "sampler"], aliases="enable_rollout_routing_replay")
@@ -279,8 +274,6 @@ class PackedRowsConfig(Section, at="batch"):
     row_tokens: int = key(0, aliases="pack_length ppo_max_token_len_per_gpu", may_change=True)
     """Number of tokens per packed row. 0 means the longest prompt plus the longest response. In longer rows, more responses can share a prompt, so that it is computed less often.
     However, the cost of attention grows with the square of the row length."""
-    packing: bool = key(True, aliases="packing", may_change=True)
-    """Pack several responses into each row. If false, each row contains one response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -512,8 +505,6 @@ class OptimizerConfig(Section, at="optimizer"):
     """Weight decay, applied to all parameters and multiplied by the learning rate. The default is the value in the released recipe."""
     max_grad_norm: float = key(1.0, range=POSITIVE, aliases="grad_clip clip_grad clip_grad_norm")
     """Maximum global norm of the gradient. A larger gradient is scaled down to this norm. The default is the value in the released recipe."""
-    from_source: bool = key(False)
-    """Start with the optimizer state in the checkpoint of `model.source`, which must be a training run with the same `optimizer.name` and `lora`. The step and the warm-up still start at 0."""
     offload: bool = key(False, aliases="optimizer_offload param_offload", may_change=True)
     """Keep the optimizer moments in host memory between updates. This saves 8 bytes of device memory per parameter (4 in the matrices of muon), but transfers the moments twice per update."""
 
@@ -562,8 +553,6 @@ class CheckpointConfig(Section, at="checkpoint"):
     """Number of most recent checkpoints to keep."""
     keep_best: bool = True
     """Also save and keep the best checkpoint, by avg@k on the first evaluation dataset, or by mean reward on it if dynamic_sampling.metric=score."""
-    grace_s: float = key(25.0, range=POSITIVE)
-    """Maximum number of seconds for saving a checkpoint after a stop signal (SIGTERM, SIGINT, SIGHUP). If it takes longer, the run ends without saving."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -609,14 +598,8 @@ class GuardConfig(Section, at="guard"):
     """Reaction to a mismatch between the log-probabilities of sampler and trainer."""
 
     max_mismatch_kl: float | None = key(None)
-    """Limit on KL(sampler || trainer), the metric `sync/sampler_trainer_kl`, in nats per token. null means no limit."""
-    on_mismatch: str = key("warn", choices=["warn", "stop"])
-    """Action if the KL divergence exceeds `max_mismatch_kl`: warn, or stop the run. To correct for a mismatch in every step, use `loss.correction`."""
-
-    def check_together(self) -> None:
-        if self.on_mismatch == "stop" and self.max_mismatch_kl is None:
-            remedy = "write the limit, such as 0.01"
-            self.refuse("max_mismatch_kl", "a number for guard.on_mismatch = 'stop'", remedy)
+    """Limit on KL(sampler || trainer), the metric `sync/sampler_trainer_kl`, in nats per token. A run stops if it exceeds this limit. null means no limit. To correct for a mismatch
+    in every step, use `loss.correction`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ An adapter changes the product with a frozen matrix W to y = W x + (alpha / rank
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,21 +104,6 @@ def parted(params: nnx.State) -> tuple[nnx.State, nnx.State]:
 def put_together(trained: nnx.State, frozen: nnx.State) -> nnx.State:
     """Joins the trained and frozen parameters that `parted` separated."""
     return nnx.merge_state(frozen, trained)
-
-
-def merged(layer: nnx.State, scale: float) -> nnx.State:
-    """Merges adapters into one layer's parameters. Each adapted matrix W becomes W + scale B A, in float32."""
-    adapters, base = nnx.split_state(layer, nnx.LoRAParam, ...)
-    whole: dict[Any, Any] = dict(base)
-    pairs: dict[Any, Any] = dict(adapters)
-    for name in sorted({name.rsplit("_lora_", 1)[0] for name in pairs}):  # the same order in every process
-        a, b = (pairs[f"{name}_{part}"][...] for part in LORA_PARTS)
-        change = jnp.einsum("or,ri->oi", b.reshape(-1, b.shape[-1]), a.reshape(len(a), -1))
-        weight = whole[name]
-        whole[name] = weight.replace(
-            weight[...].astype(jnp.float32) + scale * change.reshape(weight[...].shape)
-        )
-    return nnx.State(whole)
 
 
 def rounded_to(dtype: str, params: nnx.State) -> nnx.State:

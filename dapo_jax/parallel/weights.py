@@ -7,7 +7,6 @@ sampler's arrays, the transfer needs memory for only one layer.
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from functools import partial
 
 import jax
@@ -20,7 +19,6 @@ from jaxtyping import Array, Int, PyTree
 from dapo_jax.models.decoder import is_apart, stacks_of
 from dapo_jax.models.joined import joined
 from dapo_jax.models.layout import is_float32, output_dimensions
-from dapo_jax.models.lora import merged, put_together
 from dapo_jax.numerics.quantization import quantized
 from dapo_jax.parallel.mesh import AXES, Meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, split
@@ -46,7 +44,6 @@ class WeightTransfer:
         dtype: dtype of the sampler's weights. Norms remain in float32, as in the trainer, because rounding them would double the
             difference between the sampler's and the trainer's log-probabilities.
         eight_bit: store matrices as int8 with one scale per output (`Quantized`). Biases and adapters remain in `dtype`.
-        merged_by: factor with which adapters are merged into their weight matrices, in float32. None: adapters stay separate.
         places: `DecoderConfig.places`; required if there are Gated DeltaNet layers.
         join: join matrices that multiply the same tokens (see `dapo_jax.models.joined`). None: except on CPU, where joined matrices are not faster.
 
@@ -55,12 +52,11 @@ class WeightTransfer:
     """
 
     def __init__(
-        self, params: nnx.State, where: Mesh | Meshes, *, dtype: str, eight_bit: bool = False, merged_by: float | None = None,
+        self, params: nnx.State, where: Mesh | Meshes, *, dtype: str, eight_bit: bool = False,
         places: Sequence[tuple[str, int]] = (), join: bool | None = None,
     ) -> None:  # fmt: skip
-        self._frozen = nnx.State({})
         meshes = both_on(where) if isinstance(where, Mesh) else where
-        self._dtype, self._eight_bit, self._merged_by = dtype, eight_bit, merged_by
+        self._dtype, self._eight_bit = dtype, eight_bit
         # The CPU runtime may hang if many collective programs are queued.
         self._waits = meshes.train.devices.flat[0].platform == "cpu"
         stacks = stacks_of(params)
@@ -69,7 +65,7 @@ class WeightTransfer:
         shapes = {
             "ends": jax.eval_shape(self._cast, _ends(params)),
             **{
-                name: jax.eval_shape(lambda blocks: self._cast(self._made(blocks, 0)), params[name])
+                name: jax.eval_shape(lambda blocks: self._cast(_layer(blocks, 0)), params[name])
                 for name in stacks
             },
         }
@@ -97,7 +93,7 @@ class WeightTransfer:
 
         Only the first call compiles. The result remains valid after an update that donates `params`.
         """
-        layers, params = [], put_together(params, self._frozen)
+        layers = []
         for name, index in self._places:
             if name not in self._layer:
                 layers.append(nnx.State({}))
@@ -107,12 +103,6 @@ class WeightTransfer:
         ends = local(self._ends(_ends(params)), self._sampler["ends"])
         return {"layers": tuple(layers), "ends": ends}
 
-    def with_base(self, frozen: nnx.State) -> "WeightTransfer":
-        """Returns a transfer that is called with adapters alone, and joins them with the base `frozen`. The layers of `frozen` are stacked."""
-        made = copy(self)
-        made._frozen = frozen
-        return made
-
     def shared(self, params: nnx.State) -> SamplerWeights:
         """Returns sampler weights that share the arrays of `params`, which must be separate per layer and sharded as in the sampler (see `shares_base`)."""
         layers = tuple(local(params[name][index], self._sampler[name]) for name, index in self._places)
@@ -120,22 +110,17 @@ class WeightTransfer:
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
         """Lowers the programs that a call executes, for the shapes of `params`: one for each stack, which runs once per layer, and `ends`."""
-        placed = jax.tree.map(_shaped, put_together(params, self._frozen), self._placed)
+        placed = jax.tree.map(_shaped, params, self._placed)
         return {
             **{name: program.lower(placed[name], np.int32(0)) for name, program in self._layer.items()},
             "ends": self._ends.lower(_ends(placed)),
         }
 
     def _layer_program(self, name: str, blocks: nnx.State, index: Int[Array, ""]) -> nnx.State:
-        return self._move(name, self._made(blocks, index))
+        return self._move(name, _layer(blocks, index))
 
     def _ends_program(self, ends: nnx.State) -> nnx.State:
         return self._move("ends", ends)
-
-    def _made(self, blocks: nnx.State, index: int | Int[Array, ""]) -> nnx.State:
-        """Returns one layer, with its adapters merged if `merged_by` is set."""
-        layer = jax.tree.map(lambda leaf: leaf[index], blocks)
-        return layer if self._merged_by is None else merged(layer, self._merged_by)
 
     def _move(self, part: str, tree: nnx.State) -> nnx.State:
         return self._join(jax.tree.map(_carry, self._cast(tree), self._source[part], self._target[part]))
@@ -206,6 +191,10 @@ def local(tree: PyTree, placed: PyTree) -> PyTree:
         return jax.make_array_from_single_device_arrays(whole.shape, sharding, shards)
 
     return jax.tree.map(wrap, tree, placed)
+
+
+def _layer(blocks: nnx.State, index: int | Int[Array, ""]) -> nnx.State:
+    return jax.tree.map(lambda leaf: leaf[index], blocks)
 
 
 def _ends(params: nnx.State) -> nnx.State:

@@ -87,7 +87,7 @@ class Programs:
         rows, lengths, params = self.config.batch.rows_per_microbatch, self._row_lengths, self.state.params
         names = {"blocks": "transfer", "delta_blocks": "transfer_delta", "ends": "transfer_ends"}
         stacks = dict.fromkeys(name for name, _ in self.decoder.places)
-        for part in stacks_of(params) if self._adapts else (*stacks, "ends"):
+        for part in stacks_of(params) if self.decoder.lora else (*stacks, "ends"):
             made[names[part]] = lambda part=part: transfer.lower(params)[part]
         made |= self._updater.programs(self.state, capacity=self.work.room, rows=rows, lengths=lengths)
         scored = self.config.loss.old_logprobs == "trainer" and self.work.updates > 1
@@ -123,7 +123,7 @@ class Programs:
         chunks = -(-capacity // width) * width if prefilled > width else 0
         reread = chunks and chunks * each + prefill.row_prompts * decoder.vocab_rows * 4 + recurrent
         heads = -(-decoder.kv_heads // sizes.sampler["tensor"])
-        base = bytes_on_device(transfer.base_shapes, sizes.sampler) if self._adapts else 0
+        base = bytes_on_device(transfer.base_shapes, sizes.sampler) if self.decoder.lora else 0
         # The residual stream and the rotary embedding of one chunk, in float32.
         flowing = 4 * (decoder.embed_dim + decoder.head_dim) * width
         cached = 2 * decoder.count("blocks") * heads * decoder.head_dim * item(self._dtype)
@@ -157,11 +157,6 @@ class Programs:
     def _row_lengths(self) -> tuple[int, ...]:
         """The row lengths that an update may use, longest first."""
         return (self._pass.row_tokens, *self._pass.packing["shorter_rows"])
-
-    @property
-    def _adapts(self) -> bool:
-        """Whether only adapters are transferred to the sampler, which then keeps its own frozen base weights."""
-        return self.decoder.lora is not None and not self.config.sampling.merge_lora
 
     @cached_property
     def _shares_base(self) -> bool:

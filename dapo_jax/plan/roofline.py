@@ -14,7 +14,6 @@ from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
-from dapo_jax.run.sampler_programs import sampled_decoder
 from dapo_jax.run.sampler_setup import prefill_of
 from dapo_jax.run.teacher import teacher_of
 from dapo_jax.run.updater_setup import has_reference, objective_of
@@ -102,11 +101,10 @@ def work_of(
         over_network = phase.runs * sum(kind.network_bytes for kind in kinds)
         return replace(phase, ici_bytes=received - over_network, network_bytes=over_network)
 
-    sampled = sampled_decoder(decoder, config.sampling)
     found = [
         _transfer(config, decoder, sizes),
-        _prefill(config, sampled, work, sizes),
-        _decode(config, sampled, work, sizes, pages),
+        _prefill(config, decoder, work, sizes),
+        _decode(config, decoder, work, sizes, pages),
         *_trained(config, decoder, work, sizes),
     ]
     return [with_traffic(phase) for phase in found]
@@ -238,10 +236,9 @@ def _sampler_bytes(parameters: int | float, config: TrainConfig, sizes: MeshSize
 
 
 def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes) -> Work:
-    """Counts reads of the float32 trained parameters (and of the base weights to merge), and writes of the sampler's weights."""
-    merged = item(config.model.compute_dtype) * decoder.parameters if config.sampling.merge_lora else 0
-    reads = (4 * decoder.trained_parameters + merged) / (sizes.train["fsdp"] * sizes.train["tensor"])
-    writes = _sampler_bytes(decoder.parameters if merged else decoder.trained_parameters, config, sizes)
+    """Counts reads of the float32 trained parameters, and writes of the sampler's weights."""
+    reads = 4 * decoder.trained_parameters / (sizes.train["fsdp"] * sizes.train["tensor"])
+    writes = _sampler_bytes(decoder.trained_parameters, config, sizes)
     return Work(phase="transfer", runs=1, flops=0, useful_flops=0, hbm_bytes=reads + writes)
 
 

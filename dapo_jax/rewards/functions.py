@@ -64,8 +64,6 @@ class LoadedReward:
     function: Callable[..., Any]
     name: str
     """Name of the function in messages."""
-    on_nonfinite: str = "error"
-    """How to handle scores that are NaN, infinite or too large: `error` or `lost` (see `load_reward`)."""
 
     def __post_init__(self) -> None:
         names = list[str]()
@@ -147,11 +145,7 @@ class LoadedReward:
         try:
             return as_verdict(result, name=self.name)
         except NonFiniteScoreError as error:
-            if self.on_nonfinite == "lost":
-                return Verdict(correct=False, reason=str(error), lost="nonfinite")
-            raise RewardError(
-                f"{error}; {_named([sample])}; correct the function, or count such responses as wrong with reward.on_nonfinite=lost"
-            ) from error
+            raise RewardError(f"{error}; {_named([sample])}; correct the function") from error
 
 
 def joined(
@@ -187,16 +181,14 @@ def _named(call: Sequence[Sample]) -> str:
     return f"prompt {prompt.ordinal} ({prompt.text[:60]!r}), {responses}"
 
 
-def grade_function(
-    spec: str | RewardFunction, *, answer_marker: str = "=", on_nonfinite: str = "error"
-) -> GradeFunction:
+def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> GradeFunction:
     """Returns a function that grades the responses to one prompt in this process. See `load_reward` for the arguments.
 
     Raises:
         ValueError: the name is unknown, or the function cannot be loaded or is async.
         RewardError: raised while grading if the function raised or did not return one verdict per response.
     """
-    loaded = load_reward(spec, answer_marker=answer_marker, on_nonfinite=on_nonfinite)
+    loaded = load_reward(spec, answer_marker=answer_marker)
     if loaded.is_async:
         raise ValueError(
             f"reward function {loaded.name} is async and needs an event loop: submit it to rewards.async_calls.AsyncCalls"
@@ -204,9 +196,7 @@ def grade_function(
     return loaded.grade
 
 
-def load_reward(
-    spec: str | RewardFunction, *, answer_marker: str = "=", on_nonfinite: str = "error"
-) -> LoadedReward:
+def load_reward(spec: str | RewardFunction, *, answer_marker: str = "=") -> LoadedReward:
     """Loads a reward function from its name (a built-in grader, `module:function` or `path/to/file.py:function`), or wraps a given function.
 
     Names of functions that were written for TRL or verl have the prefix `trl:` or `verl:` (see `rewards.adapters`).
@@ -214,18 +204,16 @@ def load_reward(
     Args:
         spec: the value of `reward.grader`, or a function.
         answer_marker: only used by the `exact` grader, see `exact_grader`.
-        on_nonfinite: handling of a score that is NaN, infinite or larger than `MAX_SCORE` in magnitude. `error` raises RewardError. With `lost`, the
-            response has no verdict and counts as wrong, and the other responses of its group keep their verdicts.
 
     Raises:
         ValueError: the name is unknown or the function cannot be loaded.
     """
     if not isinstance(spec, str):
-        return LoadedReward(function=spec, name=name_of(spec), on_nonfinite=on_nonfinite)
+        return LoadedReward(function=spec, name=name_of(spec))
     if ":" in spec:
         kind, _, rest = spec.partition(":")
         function = ADAPTERS[kind](load_function(rest)) if kind in ADAPTERS else load_function(spec)
-        return LoadedReward(function=function, name=spec, on_nonfinite=on_nonfinite)
+        return LoadedReward(function=function, name=spec)
     if spec in ROW_GRADERS:
         return LoadedReward(function=ROW_GRADERS[spec], name=spec)
     if spec not in GRADERS:

@@ -38,7 +38,6 @@ class GradingPool:
         memory_mb: int,
         answer_marker: str = "=",
         whole_group: bool = False,
-        on_nonfinite: str = "error",
     ) -> None:
         """Starts the workers without waiting for them to load the grader.
 
@@ -49,9 +48,8 @@ class GradingPool:
             memory_mb: megabytes that a worker may allocate after it has loaded the grader.
             answer_marker: only used by the `exact` grader.
             whole_group: whether one call grades all responses to a prompt instead of a single response.
-            on_nonfinite: see `load_reward`.
         """
-        self._setup = {"grader": grader, "answer_marker": answer_marker, "on_nonfinite": on_nonfinite}
+        self._setup = {"grader": grader, "answer_marker": answer_marker}
         self._grader, self._timeout_s, self._memory_mb = grader, timeout_s, memory_mb
         self._whole_group = whole_group
         self._lock = threading.Lock()
@@ -149,7 +147,7 @@ def _lost(call: Sequence[Sample], lost: Lost, reason: str) -> list[Verdict]:
 def load_grader(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
     """Loads the grader in a worker. The grader runs in the worker's main thread, so reward functions may use signals."""
     grader = setup["grader"]
-    grade = grade_function(grader, answer_marker=setup["answer_marker"], on_nonfinite=setup["on_nonfinite"])
+    grade = grade_function(grader, answer_marker=setup["answer_marker"])
 
     def serve(calls: Iterable[dict[str, Any]], answer: Answer) -> None:
         for call in calls:

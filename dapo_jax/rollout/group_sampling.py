@@ -71,7 +71,7 @@ class GroupSampling:
             samples_per_prompt=batch.group_size,
             needed=batch.prompts_per_step,
             answer_rounds=rollout.answer_rounds if self._in_rounds else 0,
-            max_age_steps=rollout.max_age_steps if self._in_rounds else 0,
+            max_staleness=rollout.max_staleness if self._in_rounds else 0,
             waves=not self._in_rounds,
         )
         sizes = {"in_flight": rollout.in_flight, "round_tokens": rollout.round_tokens}

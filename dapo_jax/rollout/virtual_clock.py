@@ -35,7 +35,7 @@ class ClockSizes:
     answer_rounds: int = 1
     """Number of rounds between the end of a group's last response and the group's verdict, and between the end of an episode's turn and the environment's answer.
     If 0, verdicts and answers are used at once."""
-    max_age_steps: int = 0
+    max_staleness: int = 0
     """The age bound S. A step waits for every group whose first response started S steps ago. No group starts while S + 1 steps' worth of groups are in progress or ready.
     So groups older than 2 S + 1 steps are never trained on. If 0, there is no bound."""
     waves: bool = False
@@ -92,7 +92,7 @@ class VirtualClock:
 
         Without rollouts in flight, returns the whole next wave if it is needed whatever the pending verdicts are, and otherwise an empty list.
         """
-        sizes, bound, started = self.sizes, self.sizes.max_age_steps, list[ResponseId]()
+        sizes, bound, started = self.sizes, self.sizes.max_staleness, list[ResponseId]()
         if sizes.waves:
             room = sizes.in_flight if len(self.groups) + len(self.ready) < sizes.needed else 0
         else:
@@ -128,7 +128,7 @@ class VirtualClock:
     @property
     def step_ends(self) -> bool:
         """Whether there are enough groups to train on, and there is no older group for which the step must wait."""
-        bound = self.sizes.max_age_steps
+        bound = self.sizes.max_staleness
         waited_for = self.groups.values() if bound or self.sizes.waves else ()
         waits = any(self.version - group.version >= bound for group in waited_for)
         return len(self.ready) >= self.sizes.needed and not waits

@@ -103,7 +103,6 @@ def submit_of(
                 memory_mb=WORKER_MEMORY_MB,
                 answer_marker=config.answer_marker,
                 whole_group=grader.loaded.is_whole_group,
-                on_nonfinite=config.on_nonfinite,
             )
             submits.append(pool.submit)
             closing.append(pool.close)
@@ -148,7 +147,7 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
         with prefixed(key):
             is_judge = isinstance(spec, str) and spec.startswith("judge:")
             given = Judge(spec.removeprefix("judge:")) if is_judge else spec
-            found = load_reward(given, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
+            found = load_reward(given, answer_marker=config.answer_marker)
         return ConfiguredGrader(found, spec if isinstance(spec, str) else None, weight)
 
     if reward is None and not config.graders:

@@ -128,7 +128,6 @@ class Guard(Observer):
         self._config, self._run_dir, self._batches, self._check = config, run_dir, batches, check
         self._records, self._shown = records, shown
         self._updates: list[Update] = []
-        self._over = False
         self._strange: list[int] = []
         history = records.read() if records is not None else []
         if start.unfinished is not None:
@@ -226,21 +225,14 @@ class Guard(Observer):
 
     def _drifted(self, step: int, metrics: Mapping[str, float | int]) -> str:
         """Compares KL(sampler || trainer) with `guard.max_mismatch_kl`. Returns a reason to stop the run, or an empty string."""
-        guard, kl, before = self._config.guard, metrics.get(KL), self._over
-        if guard.max_mismatch_kl is None:
+        limit, kl = self._config.guard.max_mismatch_kl, metrics.get(KL)
+        if limit is None or kl is None or kl <= limit:
             return ""
-        self._over = kl is not None and kl > guard.max_mismatch_kl
-        if not self._over:
-            return ""
-        found = (
-            f"KL(sampler || trainer) is {kl:.3g} nats per token, over guard.max_mismatch_kl={guard.max_mismatch_kl:g}. Usual causes: "
-            "tokens from earlier steps (dynamic_sampling.surplus=carry, rollout.in_flight), rounding to bfloat16, or different kernels"
+        return (
+            f"step {step}: KL(sampler || trainer) is {kl:.3g} nats per token, over guard.max_mismatch_kl={limit:g}. Usual causes: "
+            "tokens from earlier steps (dynamic_sampling.surplus=carry, rollout.in_flight), rounding to bfloat16, or different kernels. "
+            "Set dynamic_sampling.surplus=discard or loss.correction=truncate, or raise the limit"
         )
-        if guard.on_mismatch == "stop":
-            return f"step {step}: {found}. Set dynamic_sampling.surplus=discard or loss.correction=truncate, or raise the limit"
-        if not before:
-            self._warn(step, found)
-        return ""
 
     def _warn(self, step: int, text: str) -> None:
         self._shown.message(f"step {step}: {text}")

@@ -54,7 +54,7 @@ from dapo_jax.text.tokenizers import (
     save_tokenizer,
     token_ids,
 )
-from dapo_jax.training.state import TrainState, init_state, state_structs
+from dapo_jax.training.state import TrainState, init_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,27 +101,8 @@ class Policy:
         *,
         copy: bool,
     ) -> TrainState:
-        """Returns the state of a new run with these weights (see `init_state`). With `optimizer.from_source`, the optimizer state is from the same checkpoint.
-
-        Raises:
-            ConfigError: `model.source` is not a training run with the same optimizer.
-        """
-        offload, moments, own = config.optimizer.offload, None, config.optimizer.name
-        if config.optimizer.from_source:
-            source, run = config.model.source, source_of(config.model).run
-            if run is None or run.optimizer.name != own:
-                found = (
-                    "not a training run" if run is None else f"a run with optimizer.name={run.optimizer.name}"
-                )
-                raise ConfigError(
-                    f"optimizer.from_source=true needs a training run with optimizer.name={own}, but model.source={source!r} is {found}: "
-                    "choose another source, or leave optimizer.from_source out to start with a new optimizer state"
-                )
-            target = replace(state_structs(self.params, optimizer, mesh, offload=offload), params=None)
-            with Checkpointer(path_of(source) / "checkpoints") as checkpointer:
-                restored = checkpointer.restore(target, self.step, rows=self.decoder.vocab_size, part=True)
-                moments = restored.state.opt_state
-        return init_state(self.params, optimizer, mesh, offload=offload, copy=copy, moments=moments)
+        """Returns the state of a new run with these weights (see `init_state`)."""
+        return init_state(self.params, optimizer, mesh, offload=config.optimizer.offload, copy=copy)
 
     def save(self, folder: str | AnyPath, *, dtype: str = "float32", merge: bool = False) -> int:
         """Writes a model folder that `load_policy` and transformers can load. Returns the size of its tensors in bytes.

@@ -12,6 +12,7 @@ from etils import epath
 from dapo_jax.checkpoints.checkpointer import Restored
 from dapo_jax.checkpoints.manifest import DamagedError, step_folders
 from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config.former_keys import converted_leaves
 from dapo_jax.config.keys import shown
 from dapo_jax.config.loading import leaf_values
 from dapo_jax.config.schema import FREE_TO_CHANGE
@@ -145,7 +146,7 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
         return
     # A key that is newer than the checkpoint had its default.
     defaults = identity_of(TrainConfig(run_dir="."), prompts=None, model={})["config"]
-    began, now = defaults | kept["config"], own["config"]
+    began, now = defaults | converted_leaves(kept["config"], defaults), own["config"]
     problems = [
         f"{key} was {shown(value)}, is {shown(now.get(key))}"
         for key, value in began.items()

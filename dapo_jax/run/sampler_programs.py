@@ -73,12 +73,10 @@ Transfer = WeightTransfer | AdapterTransfer
 
 
 def transfer_of(policy: Policy, meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Transfer:
-    """Returns the transfer of weights from trainer to sampler: an `AdapterTransfer` if adapters stay separate, otherwise a `WeightTransfer`."""
+    """Returns the transfer of weights from trainer to sampler: an `AdapterTransfer` if there are adapters, otherwise a `WeightTransfer`."""
     decoder, how = policy.decoder, {"dtype": dtype, "eight_bit": sampling.weight_dtype == "int8"}
     if decoder.lora is None:
         return _transfer(decoder, meshes, "all", **how)
-    if sampling.merge_lora:
-        return _transfer(decoder, meshes, "merged", **how).with_base(policy.frozen)
     # Arrays that are shared with the trainer have its form.
     base = _transfer(decoder, meshes, "base", join=False if is_apart(policy.frozen) else None, **how)
     return AdapterTransfer(_transfer(decoder, meshes, "adapters", **how), base, policy.frozen)
@@ -97,21 +95,14 @@ def _transfer(
     shapes = shapes_of(decoder)
     trained, frozen = parted(shapes)
     moved = {"adapters": trained, "base": frozen}.get(part, shapes)
-    factor = decoder.lora.scale if part == "merged" and decoder.lora is not None else None
-    how: dict[str, Any] = {"dtype": dtype, "eight_bit": eight_bit, "merged_by": factor, "join": join}
-    return WeightTransfer(moved, meshes, **how, places=decoder.places)
+    return WeightTransfer(moved, meshes, dtype=dtype, eight_bit=eight_bit, join=join, places=decoder.places)
 
 
 def sharing(meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Callable[[nnx.State], bool]:
     """Returns a function that takes the shapes of a LoRA base, and returns whether a sampler with this `dtype` shares the trainer's arrays (see `shares_base`).
 
-    Arrays are not shared if adapters are merged, or if the sampler's weights are int8.
+    Arrays are not shared if the sampler's weights are int8.
     """
-    if sampling.merge_lora or sampling.weight_dtype:
+    if sampling.weight_dtype:
         return lambda frozen: False
     return partial(shares_base, meshes=meshes, dtype=dtype)
-
-
-def sampled_decoder(decoder: DecoderConfig, sampling: SamplingConfig) -> DecoderConfig:
-    """Returns the sampler's decoder. It has no adapters if they are merged into the weights."""
-    return decoder.base if sampling.merge_lora else decoder

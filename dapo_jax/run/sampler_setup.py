@@ -6,14 +6,14 @@ from functools import partial
 
 from jax.sharding import Mesh
 
-from dapo_jax.config import ConfigError, SamplingConfig
+from dapo_jax.config import SamplingConfig
 from dapo_jax.config.keys import prefixed
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import bytes_on_device, least_device_bytes
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy
-from dapo_jax.run.sampler_programs import compile_sampling, engine_of, sampled_decoder, transfer_of
+from dapo_jax.run.sampler_programs import compile_sampling, engine_of, transfer_of
 from dapo_jax.sampling.caches import kind_for, token_bytes
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
@@ -90,19 +90,14 @@ def response_sampler(
     Raises:
         ConfigError: the number of slots or the lengths do not fit the mesh, the model or the memory.
     """
-    if sampling.merge_lora and policy.decoder.lora is None:
-        raise ConfigError(
-            "sampling.merge_lora=true needs a model with an adapter, but this model has no adapter; remove the setting"
-        )
     transfer = transfer_of(policy, meshes, sampling, dtype=compute_dtype)
-    decoder = sampled_decoder(policy.decoder, sampling)
     capacity = max_prompt_tokens + sampling.max_response_tokens
     shape = prefill_of(
         sampling, group_size, max_prompt_tokens=max_prompt_tokens, in_flight=in_flight, has_turns=has_turns
     )
     memory = memory or least_device_bytes(meshes.sampler)
     room = room_for_cache(
-        decoder,
+        policy.decoder,
         meshes.sampler,
         sampling,
         shape,
@@ -115,7 +110,7 @@ def response_sampler(
     )
     with prefixed(""):
         engine = engine_of(
-            decoder,
+            policy.decoder,
             mesh=meshes.sampler,
             slots=sampling.slots,
             capacity=capacity,

@@ -98,7 +98,6 @@ def train(
     end = interrupt if stop is None else processes.end
     watch = Watch(config.stall_timeout_s, end=end, broadcast=processes.broadcast, received=processes.received)
     stop = stop or Stop()
-    stop.grace_s = config.checkpoint.grace_s
     gpu_settings.apply()
     use_compilation_cache(config.compilation_cache)
     first = is_first()

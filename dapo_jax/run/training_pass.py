@@ -1,4 +1,4 @@
-"""The training pass on a mesh (attention, row length and packing rules), and the batches of each step."""
+"""The training pass on a mesh (attention and row lengths), and the batches of each step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,6 @@ def training_pass(
         packing={
             "spread": math.prod(mesh.shape[axis] for axis in BATCH_AXES),
             "share_prompts": attention != "splash",
-            "alone": not batch.packing,
             "shorter_rows": tuple(tokens for tokens in halves if SHORTEST_ROW <= tokens < filled),
         },
         note=note,

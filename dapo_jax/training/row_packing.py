@@ -53,7 +53,6 @@ def pack(
     shorter_rows: Sequence[int] = (),
     spread: int = 1,
     share_prompts: bool = True,
-    alone: bool = False,
     pad_id: int = 0,
 ) -> list[Microbatch]:
     """Packs examples into rows of `row_tokens` tokens, and rows into microbatches of a few static shapes. Microbatches with the longest rows come first.
@@ -70,7 +69,6 @@ def pack(
         spread: number of device groups that share a microbatch. The first `rows_per_microbatch / spread` rows go to the first group, and so on. All
             groups get about the same attention cost.
         share_prompts: set to False if the attention implementation cannot attend to a second segment. Each example then gets its own copy of the prompt.
-        alone: set to True to pack one example per row, for attention implementations that do not support segments.
         pad_id: token id of padding.
 
     Raises:
@@ -82,12 +80,11 @@ def pack(
                 f"rollout {index} has {len(one.prompt_tokens)} prompt + {len(one.response_tokens)} response = {one.tokens} "
                 f"tokens, over batch.row_tokens={row_tokens}; raise batch.row_tokens or lower sampling.max_response_tokens"
             )
-    shared = share_prompts and not alone
     pieces = [
         Piece(
             rollouts=(index,),
             responses=(len(one.response_tokens),),
-            prompt=one.prompt_tokens.tobytes() if shared else index,
+            prompt=one.prompt_tokens.tobytes() if share_prompts else index,
             prompt_tokens=len(one.prompt_tokens),
         )
         for index, one in enumerate(examples)
@@ -97,7 +94,7 @@ def pack(
     lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
     made = []
     for length, rows in share_out(
-        pieces, lengths=lengths, rows_per_microbatch=rows_per_microbatch, spread=spread, alone=alone
+        pieces, lengths=lengths, rows_per_microbatch=rows_per_microbatch, spread=spread
     ):
         made.append(blank_microbatch((rows_per_microbatch, length), *also, routes=routes))
         made[-1].tokens[:] = pad_id
@@ -140,23 +137,14 @@ def _write_row(
 
 
 def share_out(
-    pieces: Sequence[Piece],
-    *,
-    lengths: Sequence[int],
-    rows_per_microbatch: int,
-    spread: int,
-    alone: bool = False,
+    pieces: Sequence[Piece], *, lengths: Sequence[int], rows_per_microbatch: int, spread: int
 ) -> list[tuple[int, list[PackedRow]]]:
     """Distributes pieces over microbatches, and returns (row length, rows) of each microbatch, longest rows first. For the arguments, see `pack`.
 
     With a single length in `lengths`, the last microbatch may be mostly padding. With several lengths, some pieces are packed into microbatches of
     shorter rows if this reduces the number of computed tokens.
     """
-    parts = (
-        [even_rows(pieces, room=0, multiple=rows_per_microbatch)]
-        if alone
-        else _least_padding(pieces, lengths, rows_per_microbatch)
-    )
+    parts = _least_padding(pieces, lengths, rows_per_microbatch)
     dealt = partial(side_by_side, rows_per_microbatch=rows_per_microbatch, spread=spread)
     made = ((_length(rows, lengths), rows) for rows in chain.from_iterable(map(dealt, parts)))
     return sorted(made, key=lambda one: -one[0])

@@ -51,9 +51,8 @@ def init_state(
     *,
     offload: bool = False,
     copy: bool = True,
-    moments: PyTree | None = None,
 ) -> TrainState:
-    """Places `params` on the mesh and initializes the optimizer's moments, unless `moments` are given.
+    """Places `params` on the mesh and initializes the optimizer's moments.
 
     Args:
         params: initial weights.
@@ -61,14 +60,11 @@ def init_state(
         mesh: mesh on which the state is placed.
         offload: keep the moments in host memory.
         copy: copy the arrays of `params`. If False, the state uses these arrays. This saves 4 bytes per parameter, but the first update donates the arrays.
-        moments: moments on the mesh, with the shardings of `state_structs`. None: the moments of an optimizer without updates.
     """
     placed = state_shardings(params, optimizer, mesh, offload=offload)
     copied = jax.jit(_copied, out_shardings=placed.params)
     own = copied(params) if copy else jax.device_put(params, placed.params)
-    if moments is None:
-        moments = jax.jit(optimizer.init, out_shardings=placed.opt_state)(own)
-    return TrainState(own, moments)
+    return TrainState(own, jax.jit(optimizer.init, out_shardings=placed.opt_state)(own))
 
 
 def _copied(tree: nnx.State) -> nnx.State:

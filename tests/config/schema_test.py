@@ -158,7 +158,6 @@ environment.max_turns=3 -> environment.max_turns: found 3; environment.source
 lora.alpha=16 -> lora.alpha: found 16.0; lora.rank
 eval.top_k=2147483648 -> eval.top_k; 1 to 2**31 - 1
 eval.top_p=0 -> eval.top_p; more than 0 and at most 1
-guard.on_mismatch=stop -> guard.max_mismatch_kl: found null; guard.on_mismatch = 'stop'; 0.01
 """
 """Overrides -> words of the message: key and value, need, remedy."""
 
@@ -287,7 +286,6 @@ def test_a_grader_and_a_list_of_graders_are_refused(path):
 def test_every_choice_of_a_key_loads(path, key, words):
     needs = {
         "cudnn": ["model.compute_dtype=bfloat16"],
-        "stop": ["guard.max_mismatch_kl=0.01"],
         "turn": ["environment.source=guess"],
         "int8": ["loss.importance_cap=2"],
         "float8_e4m3fn": ["loss.importance_cap=2"],

@@ -270,17 +270,6 @@ def test_prompts_that_are_not_shared_are_repeated():
     assert m.previous.tolist() == [[0, 0, 1, 2, 3, 0, 5, 6, 7]]
 
 
-def test_with_alone_every_example_has_its_own_row():
-    how = {"row_tokens": 20, "rows_per_microbatch": 2, "alone": True, "pad_id": 9}
-    microbatches = pack(one_prompt(2, 3, 1), np.ones(3), **how)
-    assert [m.tokens[:, :6].tolist() for m in microbatches] == [
-        [[1, 2, 20, 21, 22, 9], [1, 2, 10, 11, 9, 9]], [[1, 2, 30, 9, 9, 9], [9] * 6]
-    ]  # fmt: skip
-    for m in microbatches:
-        assert m.segment_ids.max() == 1
-        np.testing.assert_array_equal(m.segment_ids, m.prefix_ids)
-
-
 @given(lengths=lengths, share=st.booleans(), spread=st.sampled_from([1, 2, 4]))
 def test_packing_balances_the_pairs_of_attention(lengths, share, spread):
     """Pairs are counted in the arrays. Within a part rows are sorted by them, and the parts have about the same sum."""

@@ -1,7 +1,6 @@
 """NaN put into weights, rewards, log-probabilities, advantages and the loss: found in the same step, named, the run as configured."""
 
 import json
-import math
 import re
 import shutil
 from dataclasses import replace
@@ -231,65 +230,21 @@ def test_the_prompt_is_named_whose_response_has_a_log_probability_that_is_not_fi
 
 
 def test_a_reward_that_is_not_finite_ends_the_run_with_its_name_and_prompt(micro, run_micro):
-    words = r"reward function nan_for_one_prompt returned nan; .*; prompt 0 \('.*'\), response '.*reward\.on_nonfinite=lost"
+    words = r"reward function nan_for_one_prompt returned nan; .*; prompt 0 \('.*'\), response '"
     with pytest.raises(RewardError, match=words):
         run_micro(micro(steps=1), reward=nan_for_one_prompt)
-
-
-# Slow: starts a worker. tests/rewards/functions_test.py has the lost verdict, and tests/run/grader_setup_test.py a run with several graders.
-@pytest.mark.slow
-def test_one_grader_of_several_may_lose_verdicts_and_the_run_continues(micro, run_micro, even_sum, shown):
-    config = micro(
-        steps=1,
-        reward__on_nonfinite="lost",
-        reward__overlong__enabled=False,
-        reward__graders=[
-            {"grader": f"{HERE.parents[1] / 'run' / 'conftest.py'}:correct_by_even_sum"},
-            {"grader": f"{HERE}:nan_for_one_prompt", "weight": 0.5},
-        ],
-        reward__workers=1,
-        log__rollouts_every_steps=1,
-        dynamic_sampling__surplus="discard",
-    )
-    result = run_micro(config, reward=None, progress=shown.progress(config))
-    [line] = result.metrics
-    assert line["reward/nonfinite"] == line["reward/lost"] > 0
-    assert line["update/skipped_frac"] == 0.0
-    parts = [
-        (row["ordinal"], sum(row["response_token_ids"]) % 2, row["score"])
-        for row in map(
-            json.loads, Path(config.run_dir, "rollouts", "step_000001.jsonl").read_text().splitlines()
-        )
-    ]
-    for ordinal, odd, score in parts:
-        second = -1.0 if ordinal == 0 and odd else 0.25
-        assert score == (-1.0 if odd else 1.0) + 0.5 * second
-    assert any(ordinal == 0 and odd for ordinal, odd, _ in parts)
-    assert "a response to prompt 0 got no verdict (" in shown.text()
-    assert "nan_for_one_prompt 0.5 x -1 (nonfinite)) and counts as wrong" in shown.text()
 
 
 OFF = 0.5
 """Nats by which the sampler's log-probability of every token is too low."""
 
 
-@pytest.mark.parametrize("how", ["warn", "stop"])
-def test_log_probabilities_that_differ_from_the_trainers_warn_once_or_stop_the_run(
-    how, micro, run_micro, sampler_says, shown
-):
+def test_log_probabilities_that_differ_from_the_trainers_stop_the_run(micro, run_micro, sampler_says):
     """Without carried groups, whose staleness would be a mismatch too."""
     sampler_says(lambda prompt, logprobs: logprobs - np.float32(OFF))
-    config = micro(
-        steps=2, dynamic_sampling__surplus="discard", guard__max_mismatch_kl=0.1, guard__on_mismatch=how
-    )
-    if how == "stop":
-        with pytest.raises(
-            GuardError, match=r"step 1: KL\(sampler \|\| trainer\) is 0\.149 .*\nthere is no checkpoint yet"
-        ):
-            run_micro(config)
-        assert len(steps_of(config)) == 1
-        return
-    metrics = run_micro(config, progress=shown.progress(config)).metrics
-    kl = math.exp(OFF) - 1 - OFF
-    assert [line["sync/sampler_trainer_kl"] for line in metrics] == pytest.approx([kl, kl], rel=1e-3)
-    assert shown.text().count("is 0.149 nats per token, over guard.max_mismatch_kl=0.1") == 1
+    config = micro(steps=2, dynamic_sampling__surplus="discard", guard__max_mismatch_kl=0.1)
+    with pytest.raises(
+        GuardError, match=r"step 1: KL\(sampler \|\| trainer\) is 0\.149 .*\nthere is no checkpoint yet"
+    ):
+        run_micro(config)
+    assert len(steps_of(config)) == 1

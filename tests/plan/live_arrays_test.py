@@ -16,7 +16,7 @@ from dapo_jax.run.sampler_programs import engine_of
 
 SMALL = [
     "sampling.slots=16", "dynamic_sampling.enabled=false", "batch.prompts_per_step=8", "batch.group_size=4", "batch.groups_per_update=4",
-    "batch.rows_per_microbatch=8", "batch.packing=false", "eval.every_steps=0", "loss.kl_coef=0.1", "sampling.prefill_tokens=4",
+    "batch.rows_per_microbatch=8", "eval.every_steps=0", "loss.kl_coef=0.1", "sampling.prefill_tokens=4",
     "sampling.page_tokens=16", "sampling.cache_tokens=4096", "parallel.fsdp=2", "parallel.data=4",
 ]  # fmt: skip
 """A prompt is longer than a row, a microbatch has eight responses, and the cache has room for all slots."""
@@ -69,9 +69,8 @@ def counted(tmp_path_factory):
     [
         ([], ["frozen weights", "sampler's frozen weights"]),
         (["parallel.data=8", "parallel.fsdp=1"], ["frozen weights"]),
-        (["sampling.merge_lora=true"], ["frozen weights"]),
     ],
-    ids=["a copy for each", "one copy", "merged"],
+    ids=["a copy for each", "one copy"],
 )
 def test_frozen_weights_below_adapters_are_counted(changes, frozen, tmp_path):
     """The sampler's copy stays between steps."""

@@ -14,7 +14,6 @@ from dapo_jax.config import (
     DataConfig,
     DynamicSamplingConfig,
     EnvironmentConfig,
-    LoraConfig,
     LossConfig,
     ModelConfig,
     OverlongConfig,
@@ -247,7 +246,7 @@ def test_training_by_hand():
 def test_adapters_by_hand():
     """Rank 2: 2 x (32 + 20 + 20 + 32 + 3 x 24) = 352 weights per layer, 1056 in all, which every token passes. The gradients of the
     2880 + 256 frozen weights are not computed, and the optimizer has 1056 / 8 = 132 parameters per device. A transfer moves the 1056
-    adapter weights; merged, it moves all 3192, summed from bfloat16."""
+    adapter weights."""
     decoder = replace(SMALL, lora=lora_shape(rank=2, alpha=1.0, targets=["all"]))
     assert decoder.trained_parameters == 1056
     _, phases = works(decoder=decoder)
@@ -255,11 +254,6 @@ def test_adapters_by_hand():
     assert phases["update"].flops == 2 * (4 * forward - 2 * 3136 * 256) / 8
     assert phases["update"].hbm_bytes == 2 * (4 * 4 * (3192 + 1056) + 4 * 12 * 132 + 28 * 132)
     assert phases["transfer"].hbm_bytes == 4 * 132 + 1056
-    _, whole = works()
-    config = replace(CONFIG, lora=LoraConfig(rank=2), sampling=replace(CONFIG.sampling, merge_lora=True))
-    _, merged = works(config, decoder=decoder)
-    assert merged["decode"].flops == whole["decode"].flops < phases["decode"].flops
-    assert merged["transfer"].hbm_bytes == 4 * 132 + 2 * 399 + 3192
 
 
 def test_options_change_the_work():

@@ -63,21 +63,15 @@ def test_a_verdict_that_is_lost_and_correct_is_refused():
 def test_a_score_whose_advantages_would_overflow_is_refused_by_name(score):
     with pytest.raises(RewardError, match=r"<lambda> returned .*(1e\+|nan|inf).*1e\+30"):
         graded(lambda sample: score)
-    assert graded(lambda sample: score, on_nonfinite="lost").lost == "nonfinite"
     assert graded(lambda sample: -1e30).score == -1e30
 
 
-def test_of_a_group_only_the_response_with_a_score_that_is_not_finite_is_lost():
+def test_a_score_that_is_not_finite_is_refused_with_its_prompt_and_response():
     @whole_group
     def scores(samples):
         return [1.0, float("inf"), False]
 
-    verdicts = grade_function(scores, on_nonfinite="lost")([SAMPLE] * 3)
-    assert [verdict.correct for verdict in verdicts] == [True, False, False]
-    assert [verdict.lost for verdict in verdicts] == ["", "nonfinite", ""]
-    assert "scores returned inf" in verdicts[1].reason
-    words = r"scores returned inf; .*; prompt 7 \('1\+1'\), response '=2'; .*reward\.on_nonfinite=lost"
-    with pytest.raises(RewardError, match=words):
+    with pytest.raises(RewardError, match=r"scores returned inf; .*; prompt 7 \('1\+1'\), response '=2'"):
         grade_function(scores)([SAMPLE] * 3)
 
 

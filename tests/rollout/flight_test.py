@@ -157,7 +157,7 @@ def test_a_bound_on_ages_holds_steps_back(flying, run_micro):
     """Eight groups in flight for steps of two: without a bound some wait for long."""
 
     def oldest(bound):
-        config = flying(rollout__in_flight=32, rollout__max_age_steps=bound, steps=8)
+        config = flying(rollout__in_flight=32, rollout__max_staleness=bound, steps=8)
         return max(line["rollout/age_max"] for line in run_micro(config).metrics)
 
     assert 0 < oldest(1) <= 3 < oldest(0)

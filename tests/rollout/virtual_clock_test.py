@@ -34,7 +34,7 @@ class World:
         for one in clock.start():
             self.drawn[one] = 0
             self.started.append(one)
-        assert len(self.drawn) == self.sizes.in_flight or self.sizes.max_age_steps
+        assert len(self.drawn) == self.sizes.in_flight or self.sizes.max_staleness
         assert list(clock.in_flight()) == sorted(self.drawn)
         assert len(self.drawn) <= self.sizes.in_flight
         for one in self.drawn:
@@ -62,7 +62,7 @@ def sizes(**changes):
 
 any_sizes = st.builds(
     lambda groups, samples, needed, verdicts, age: ClockSizes(
-        in_flight=groups * samples, samples_per_prompt=samples, needed=needed, answer_rounds=verdicts, max_age_steps=age
+        in_flight=groups * samples, samples_per_prompt=samples, needed=needed, answer_rounds=verdicts, max_staleness=age
     ),
     st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), st.integers(0, 3),
 )  # fmt: skip
@@ -102,7 +102,7 @@ def test_ready_groups_do_not_pile_up(sizes, seed):
     clock, world = VirtualClock(sizes), World(sizes, seed=seed, mixed=1.0)
     for _ in range(100):
         world.round(clock)
-        assert len(clock.ready) < sizes.needed or (sizes.max_age_steps and clock.groups)
+        assert len(clock.ready) < sizes.needed or (sizes.max_staleness and clock.groups)
 
 
 @given(any_sizes, st.integers(0, 10_000))
@@ -110,7 +110,7 @@ def test_no_group_gets_older_than_the_bound_allows(sizes, seed):
     """It is in flight for S steps at most, since steps are held back. Once ready, it waits for earlier groups among the (S + 1) N that are under way: for S + 1 steps at
     most, and the last one trains on it."""
     clock, world = VirtualClock(sizes), World(sizes, seed=seed, mixed=1.0)
-    bound = sizes.max_age_steps
+    bound = sizes.max_staleness
     for _ in range(100):
         world.round(clock)
         if bound:
@@ -140,7 +140,7 @@ def test_a_step_by_hand():
 
 
 def test_a_step_is_held_back_for_a_group_that_would_get_too_old():
-    clock = VirtualClock(sizes(in_flight=4, samples_per_prompt=2, needed=1, answer_rounds=0, max_age_steps=1))
+    clock = VirtualClock(sizes(in_flight=4, samples_per_prompt=2, needed=1, answer_rounds=0, max_staleness=1))
 
     def whole(ordinal):
         clock.start()

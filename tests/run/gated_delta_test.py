@@ -134,10 +134,9 @@ def test_episodes_are_read_again_before_each_turn(delta, run_micro):
     assert line["sync/logprob_diff_max"] <= 2e-5
 
 
-# Slow: a run each. tests/run/lora_test.py runs adapters; tests/models/golden_families_test.py merges the adapters of these layers.
+# Slow: a run. tests/run/lora_test.py runs adapters; tests/models/golden_families_test.py merges the adapters of these layers.
 @pytest.mark.slow
-@pytest.mark.parametrize("merged", [False, True])
-def test_adapters_are_sampled_as_they_are_trained(merged, delta, run_micro, rows):
+def test_adapters_are_sampled_as_they_are_trained(delta, run_micro, rows):
     adapters = LoraConfig(rank=2, alpha=8.0, targets=["q_proj", "linear_attention", "mlp"])
-    found = run_micro(delta(steps=2, lora=adapters, sampling__merge_lora=merged), eval_rows=rows)
+    found = run_micro(delta(steps=2, lora=adapters), eval_rows=rows)
     assert_synchronous(found)

@@ -10,10 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from dapo_jax.commands.convert import convert
-from dapo_jax.commands.inference import evaluate, sample
+from dapo_jax.commands.inference import sample
 from dapo_jax.config import (
     ConfigError,
-    EvaluateConfig,
     LoraConfig,
     ModelConfig,
     ParallelConfig,
@@ -73,7 +72,6 @@ def adapted(request, adapting, run_micro, rows):
         pytest.param(
             {"data": 8, "fsdp": 1}, {"weight_dtype": "int8"}, "float32", False, marks=pytest.mark.slow
         ),
-        ({"data": 8, "fsdp": 1}, {"merge_lora": True}, "float32", False),
     ],
     ids=str,
 )
@@ -89,8 +87,6 @@ def test_trainer_and_sampler_share_frozen_weights_where_both_hold_them_alike(axe
     assert bool(policy.unshared) != once
     transfer = transfer_of(policy, meshes, sampling, dtype=dtype)
     layers = [transfer(policy.params)["layers"][1] for _ in range(2)]
-    if sampling.merge_lora:
-        return
     places = [places_of(layer["down"].get_value()) for layer in layers]
     assert places[0] == places[1]
     if once:
@@ -114,17 +110,6 @@ def test_sampler_and_trainer_agree(adapted):
         if "lora_b" in jax.tree_util.keystr(path)
     ]
     assert min(float(abs(leaf).max()) for leaf in b) > 1e-3
-
-
-# Slow: another run. tests/models/adapter_folder_test.py compares merged models with PEFT.
-@pytest.mark.slow
-def test_merged_weights_sample_nearly_the_same(adapting, run_micro, rows, adapted):
-    result, layout = adapted
-    merged = run_micro(adapting(sampling__merge_lora=True, **layout), eval_rows=rows)
-    for line in merged.metrics[1:]:
-        assert line["sync/logprob_diff_max"] <= 1e-4
-    rewards = [[line["reward/mean"] for line in run.metrics[1:]] for run in (merged, result)]
-    assert rewards[0] == rewards[1]
 
 
 def test_a_checkpoint_has_no_base(adapted):
@@ -198,15 +183,10 @@ def drawn(source):
     return np.concatenate([rollout.response.logprobs for group in groups for rollout in group.rollouts])
 
 
-def test_there_is_nothing_to_merge_without_an_adapter(model, tmp_path, rows):
+def test_there_is_nothing_to_merge_without_an_adapter(model, tmp_path):
     with pytest.raises(ConfigError, match="has no adapter to merge"):
         convert(model, str(tmp_path / "whole"), merge=True)
     assert not (tmp_path / "whole").exists()
-    config = EvaluateConfig(
-        sampling=load_config("quickstart", ["run_dir=x", "lora.rank=1", "sampling.merge_lora=true"]).sampling
-    )
-    with pytest.raises(ConfigError, match=r"sampling\.merge_lora=true needs a model with an adapter"):
-        evaluate(model, config, rows=rows)
 
 
 def test_training_continues_from_an_adapter_folder(adapted, adapting, run_micro, rows):
@@ -268,7 +248,6 @@ def test_another_base_or_rank_is_refused(adapted, adapting, run_micro, rows, mod
         "lora.rank=2 lora.targets=[lm_head]",
         "lora.rank=2 lora.targets=[]",
         "lora.rank=2 lora.alpha=0",
-        "sampling.merge_lora=true",
     ],
 )
 def test_keys_that_do_not_fit_together_are_refused(keys):

@@ -8,15 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.config import ConfigError, LoraConfig, ModelConfig, OptimizerConfig, SftConfig, to_yaml
+from dapo_jax.config import ConfigError, LoraConfig, ModelConfig, SftConfig, to_yaml
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.run.meshes import mesh_of
 from dapo_jax.run.policy import find_policy, load_policy
 from dapo_jax.run.resume_point import IDENTITY, check_identity, identity_of
 from dapo_jax.run.sources import lora_of, source_of
-from dapo_jax.run.updater_setup import optimizer_of
-from tests.run.conftest import assert_equal_weights, params_of, save_run
+from tests.run.conftest import assert_equal_weights, save_run
 
 LORA = LoraConfig(rank=2, alpha=8.0, targets=["attention"])
 
@@ -114,33 +113,6 @@ def test_random_base_weights_keep_the_seed_of_their_run(made, micro):
         np.testing.assert_array_equal(a, b)
 
 
-def started(config):
-    mesh = mesh_of(config.parallel)
-    policy = load_policy(config.model, lora=lora_of(config.lora), mesh=mesh)
-    return policy.initial_state(config, optimizer_of(config.optimizer), mesh, copy=True)
-
-
-@pytest.mark.parametrize(("checkpoint", "step"), [("last", 3), ("best", 2)])
-def test_the_optimizer_state_is_from_the_same_checkpoint_as_the_weights(checkpoint, step, source, micro):
-    state = started(
-        micro(model=ModelConfig(source=source[0], checkpoint=checkpoint), optimizer__from_source=True)
-    )
-    moments = jax.tree.leaves(state.opt_state)
-    assert {float(value) for leaf in moments for value in np.unique(leaf)} == {float(step)}
-    for leaf, initial in zip(jax.tree.leaves(state.params), params_of(source[1]), strict=True):
-        np.testing.assert_array_equal(leaf, initial * step)
-
-
-def test_an_optimizer_state_that_does_not_fit_is_refused(source, model, micro):
-    from_run, muon = ModelConfig(source=source[0]), OptimizerConfig(name="muon", from_source=True)
-    for config, found in (
-        (micro(optimizer__from_source=True), "not a training run"),
-        (micro(model=from_run, optimizer=muon), r"optimizer\.name=adamw"),
-    ):
-        with pytest.raises(ConfigError, match=rf"optimizer\.from_source=true .* is .*{found}"):
-            started(config)
-
-
 def test_plan_and_doctor_know_the_model_of_a_run(source, made, micro):
     run, began = source
     for place, checkpoint in ((run, "best"), (made(lora=LORA), "last")):
@@ -169,10 +141,10 @@ def test_an_identity_has_the_checkpoint_of_the_initial_weights(source, micro):
 
 def test_a_key_that_is_newer_than_a_checkpoint_had_its_default(micro):
     kept, now = (identity_of(micro("run"), prompts=[], model={}) for _ in range(2))
-    del kept["config"]["optimizer.from_source"]
+    del kept["config"]["loss.kl_coef"]
     check_identity("checkpoint 1", {IDENTITY: kept}, now)
-    now["config"]["optimizer.from_source"] = True
-    with pytest.raises(ConfigError, match=r"optimizer\.from_source was false, is true"):
+    now["config"]["loss.kl_coef"] = 0.1
+    with pytest.raises(ConfigError, match=r"loss\.kl_coef was 0\.0, is 0\.1"):
         check_identity("checkpoint 1", {IDENTITY: kept}, now)
 
 
@@ -183,7 +155,7 @@ def test_a_run_from_a_run_resumes_bit_for_bit_without_its_source(
     """The source has moved on when the run resumes."""
     run = shutil.copytree(source[0], tmp_path / "source")
     model = ModelConfig(source=str(run), checkpoint="best")
-    changes = {"model": model, "optimizer__from_source": True, "checkpoint__every_steps": 1}
+    changes = {"model": model, "checkpoint__every_steps": 1}
     whole = run_micro(micro(tmp_path / "whole", steps=2, **changes))
     run_micro(micro(tmp_path / "parts", steps=1, **changes))
     shutil.rmtree(run / "checkpoints" / "2")

@@ -52,21 +52,20 @@ def test_one_device_has_the_plain_layout_and_packs_everything():
     assert type(found.layout) is Layout
     assert (found.row_tokens, found.packing) == (
         1000,
-        {"spread": 1, "share_prompts": True, "alone": False, "shorter_rows": ()},
+        {"spread": 1, "share_prompts": True, "shorter_rows": ()},
     )
 
 
 @pytest.mark.parametrize(
     ("platform", "context", "batch", "attention", "packing"),
     [
-        ("tpu", 1, {}, "splash", {"share_prompts": False, "alone": False}),
-        ("gpu", 1, {}, "cudnn", {"share_prompts": True, "alone": False}),
-        ("b200", 1, {}, "cudnn", {"share_prompts": True, "alone": False}),
-        ("gpu", 1, {"packing": False}, "cudnn", {"share_prompts": True, "alone": True}),
-        ("gpu", 2, {}, "xla", {"share_prompts": True, "alone": False}),
-        ("a100", 1, {}, "xla", {"share_prompts": True, "alone": False}),
-        ("mi300", 1, {}, "xla", {"share_prompts": True, "alone": False}),
-        ("cpu", 1, {}, "xla", {"share_prompts": True, "alone": False}),
+        ("tpu", 1, {}, "splash", {"share_prompts": False}),
+        ("gpu", 1, {}, "cudnn", {"share_prompts": True}),
+        ("b200", 1, {}, "cudnn", {"share_prompts": True}),
+        ("gpu", 2, {}, "xla", {"share_prompts": True}),
+        ("a100", 1, {}, "xla", {"share_prompts": True}),
+        ("mi300", 1, {}, "xla", {"share_prompts": True}),
+        ("cpu", 1, {}, "xla", {"share_prompts": True}),
     ],
 )
 def test_attention_is_the_platforms_kernel_where_it_applies(platform, context, batch, attention, packing):
@@ -154,7 +153,7 @@ def test_responses_that_keep_responses_rejects_count_in_the_baseline_and_in_the_
     batch = BatchConfig(prompts_per_step=1, groups_per_update=1, group_size=4, rows_per_microbatch=4)
     config = TrainConfig(run_dir="run", loss=loss, batch=batch, advantage=AdvantageConfig(scale="none"))
     by_rule = partial(step_advantages, **vars(config.advantage))
-    how = passed(make_mesh(devices=jax.devices()[:1]), row_tokens=5, rows_per_microbatch=4, packing=False)
+    how = passed(make_mesh(devices=jax.devices()[:1]), row_tokens=5, rows_per_microbatch=4)
     batches = StepBatches(config, how, pad_id=0, advantages=by_rule)
     [[microbatch]] = batches.minibatches([make_group(0, "x...", lengths=[2, 2, 2, 2])], step=1)
     mask, advantages = microbatch.mask, microbatch.advantages

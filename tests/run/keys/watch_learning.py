@@ -124,11 +124,6 @@ def moments(look):
     return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(look.started().opt_state)})
 
 
-def moment(look):
-    """A value of a moment at step 0."""
-    return float(jax.tree.leaves(look.started().opt_state)[-1].ravel()[0])
-
-
 def moments_of_a_matrix(look):
     """The number of the optimizer's arrays for one of the matrices."""
     look.run()
@@ -158,12 +153,6 @@ def adapters(look):
     assert (shape is None) == ("query" in names)
     assert (shape is None) == (not look.updates.frozen)
     return shape and [shape.rank, shape.scale, shape.targets]
-
-
-def merges(look):
-    """True if the sampler has no adapters."""
-    look.run()
-    return look.engine.decoder.lora is None
 
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -200,14 +189,6 @@ WATCHERS = [
     watch("batch.rows_per_microbatch", shape, (8, (8, 10)), (16, (16, 10))),
     # The longest prompt and response there may be: 4 + 6.
     watch("batch.row_tokens", shape, (0, (8, 10)), (24, (8, 24))),
-    # Sixteen responses fit into the eight rows of a microbatch, or need two.
-    watch(
-        "batch.packing",
-        microbatches_of_update,
-        (True, 1),
-        (False, 2),
-        also={"batch.row_tokens": 24, "batch.group_size": 16},
-    ),
     # 0.5 of the ratio at a negative advantage: the loss stays at 1 - low. Twice at a positive one: at -(1 + high).
     watch("loss.clip_ratio_low", token_loss(0.5, -1.0), (0.2, [0.8]), (0.1, [0.9])),
     watch("loss.clip_ratio_high", token_loss(2.0, 1.0), (0.28, [-1.28]), (0.5, [-1.5])),
@@ -373,8 +354,6 @@ WATCHERS = [
         (["mlp", "v_proj"], [4, 8.0, ("v_proj", *ALL[4:])]),
         also=RANK,
     ),
-    echoes("sampling.merge_lora", merges, False, True, also=RANK),
-    watch("optimizer.from_source", moment, (False, 0.0), (True, 3.0), also={"model.source": "a_run"}),
     echoes("optimizer.offload", option("offload"), False, True),
     watch(
         "optimizer.offload",

@@ -1,8 +1,5 @@
 """Watchers of `reward`: they see the rewards of the responses =2, =3, 1+1=2 and 111111 to a question with the answer 2."""
 
-import math
-
-from tests.run.keys.looking import refusal
 from tests.run.keys.watching import echoes, watch
 
 PLAIN = {"reward.overlong.enabled": False}
@@ -38,14 +35,6 @@ async def waits(sample):
     return True
 
 
-def nan(sample):
-    return math.nan if sample.response == "=3" else 1.0
-
-
-def not_finite(look):
-    return look.rewards(reward=nan)
-
-
 def in_the_loss(look):
     """Tokens in the loss, of all minibatches: of two groups of 3 + 3 + 6 + 6 tokens."""
     return sum(int(m.mask.sum()) for minibatch in look.minibatches() for m in minibatch)
@@ -66,8 +55,6 @@ WATCHERS = [
     echoes("reward.timeout_s", of_pool("timeout_s"), 10.0, 3.0, what="of workers", also=POOL),
     echoes("reward.timeout_s", of_calls("timeout_s"), 10.0, 3.0, what="of async functions"),
     echoes("reward.answer_marker", of_pool("answer_marker"), "=", "+", what="of workers", also=POOL),
-    watch("reward.on_nonfinite", refusal(not_finite), ("error", "RewardError"), ("lost", "")),
-    echoes("reward.on_nonfinite", of_pool("on_nonfinite"), "error", "lost", what="of workers", also=POOL),
     watch("reward.correct", rewards, (1.0, RIGHT), (3.0, [3, -1, 3, -1]), also=PLAIN),
     watch("reward.incorrect", rewards, (-1.0, RIGHT), (0.0, [1, 0, 1, 0]), also=PLAIN),
     # Limit 6: of a buffer of 2 or 4 tokens all is used up.

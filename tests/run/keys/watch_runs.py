@@ -13,7 +13,6 @@ AT_ONCE = {"steps": 0}
 SAVED = {"steps": 2, "checkpoint.every_steps": 1, "checkpoint.keep_best": False}
 LOGGED = {"log.rollouts_every_steps": 1}
 DRIFTS = {"sync/sampler_trainer_kl": mean(0.5)}
-STRICT = {"guard.max_mismatch_kl": 0.1}
 
 
 def folders(look):
@@ -89,7 +88,6 @@ WATCHERS = [
     echoes(
         "checkpoint.keep_best", of("Checkpointer", "keep_best"), True, False, what="what stays", also=AT_ONCE
     ),
-    echoes("checkpoint.grace_s", lambda look: look.stopped().grace_s, 25.0, 3.0, also=AT_ONCE),
     watch("log.rollouts_every_steps", logged, (0, False), (2, True), also={"steps": 3}),
     # Rewards, with the penalty, of 1, -1, 0 and -2: the first is 1.5 above their mean, with a deviation of (5 / 3) ** 0.5 = 1.291.
     watch(
@@ -109,12 +107,5 @@ WATCHERS = [
         also=AT_ONCE,
     ),
     echoes("log.wandb", lambda look: look.received("WandbTracker") is not None, False, True, also=AT_ONCE),
-    watch(
-        "guard.max_mismatch_kl",
-        refusal(drifting),
-        (1.0, ""),
-        (0.1, "GuardError"),
-        also={"guard.on_mismatch": "stop"},
-    ),
-    watch("guard.on_mismatch", refusal(drifting), ("warn", ""), ("stop", "GuardError"), also=STRICT),
+    watch("guard.max_mismatch_kl", refusal(drifting), (1.0, ""), (0.1, "GuardError")),
 ]

@@ -182,7 +182,7 @@ WATCHERS = [
     ),
     # Of 32 responses 16 end in the first round, and in the second 16 and 8 of those that took their places. With a bound of 1 no more than two steps' groups begin.
     watch(
-        "rollout.max_age_steps", flight, (0, [3, 18]), (1, [3, 4]), also={**FLYING, "rollout.in_flight": 32}
+        "rollout.max_staleness", flight, (0, [3, 18]), (1, [3, 4]), also={**FLYING, "rollout.in_flight": 32}
     ),
     # Vocabularies of 15 characters and 2 special ids, and of the chat model.
     watch("model.source", lambda look: policy(look).decoder.vocab_size, ("model", 17), ("chat_model", 336)),
