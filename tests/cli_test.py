@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import shutil
 import subprocess
@@ -120,7 +119,6 @@ def one_message(capsys, command):
         (["data.eval_split=dev"], "has no split 'dev'"),
         (["sampling.slots=60"], "sampling.slots=60 must be a multiple"),
     ],
-    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
 )
 def test_a_configuration_error_is_one_message_and_status_2(arguments, message, model, capsys, tmp_path):
     run_dir = tmp_path / "run"
@@ -133,11 +131,9 @@ def test_a_configuration_error_is_one_message_and_status_2(arguments, message, m
     ("arguments", "key"),
     [
         (["train", QUICKSTART, "run_dir={}/deep/run"], "run_dir="),
-        (["sft", str(ROOT / "configs" / "quickstart_sft.yaml"), "run_dir={}/run"], "run_dir="),
         (["convert", "shipped:quickstart", "{}/deep/out"], "target="),
         (["eval", "shipped:quickstart", "--keep", "{}/kept"], "keep="),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_place_that_is_read_only_is_one_message_before_anything_is_done(
     arguments, key, monkeypatch, tmp_path, capsys
@@ -170,27 +166,15 @@ def test_the_module_is_the_command_and_names_its_version(module):
 @pytest.mark.parametrize(
     ("words", "name", "value"),
     [
-        (["sample", "m", "--prompt", "-5+3"], "prompt", ["-5+3"]),
         (["sample", "m", "--prompt", "-", "--prompt", "-n+3", "-n", "2"], "prompt", ["-", "-n+3"]),
-        (["sample", "m", "--prompt", "1", "--system-prompt", "-x"], "system_prompt", "-x"),
         (["sample", "m", "--prompt", "1", "--stop", "->", "--stop", "--x=1"], "stop", ["->", "--x=1"]),
         (["sample", "m", "--prompt", "1", "--temperature", "-1e-3"], "temperature", -1e-3),
-        (["score", "r", "--grader", "exact", "--answer-marker", "-->"], "answer_marker", "-->"),
-        (["data", "show", "arithmetic", "--prompt-template", "-{prompt}"], "prompt_template", "-{prompt}"),
-        (["doctor", "c", "--right", "-{answer}"], "right", "-{answer}"),
         (["eval", "m", "--temperature", "-.5e1", "seed=1"], "temperature", "-.5e1"),
         (["plan", "c", "--json", "/dev/stdout"], "json", "-"),
     ],
 )
 def test_an_option_takes_the_next_word_even_if_it_begins_with_a_dash(words, name, value):
     assert getattr(_parsed(words), name) == value
-
-
-@pytest.mark.parametrize("word", ["--chat", "--seed=3", "-n"])
-def test_an_option_without_its_value_is_noticed_if_another_option_follows(word, capsys):
-    with pytest.raises(SystemExit):
-        main(["sample", "m", "--prompt", word])
-    assert "argument --prompt: expected one argument" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["prepare", "show"])
@@ -223,17 +207,14 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
     file, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
     file.write_text('{"prompt": "1", "answer": ""}\n')
     other.write_text('{"question": "1", "answer": "2"}\n')
-    kept = ["--data-dir", str(tmp_path / "kept")]
-    read, unnamed = (["jsonl", "--from", str(path), *kept] for path in (file, other))
-    output = []
-    for arguments in (["gsm8k"], read, ["gsm8q"], [*read, "--options", '{"question": "q"}'], unnamed):
+    read, unnamed = (
+        ["jsonl", "--from", str(path), "--data-dir", str(tmp_path / "kept")] for path in (file, other)
+    )
+    for arguments, remedy in ((["gsm8k"], "--from"), (read, "--on-bad-row skip"), (unnamed, "--options '{")):
         assert main(["data", verb, *arguments]) == 2
-        output.append(one_message(capsys, "data"))
-    assert "dataset 'gsm8k'" in output[0]
-    assert "--from" in output[0]
-    assert "(--on-bad-row skip leaves such rows out and counts them)" in output[1]
-    assert """--options '{"prompt": "FIELD", "answer": "FIELD.INSIDE"}'""" in output[4]
-    assert not any("data." in text.replace("data.jsonl", "") for text in output)
+        output = one_message(capsys, "data")
+        assert remedy in output
+        assert "data." not in output.replace("data.jsonl", "")
 
 
 @pytest.mark.parametrize(
@@ -245,11 +226,12 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
         (["train", QUICKSTART, "--nonsense"], "KEY=VALUE"),
         (["tain", QUICKSTART], "did you mean 'train'?"),
         ([], "required: COMMAND"),
+        (["train"], "the following arguments are required: config"),
         (["eval", "x", "--k", "2", "word"], "unrecognized arguments: word"),
         (["sample", "x", "--prompt", "1", "seed=1"], "unrecognized arguments: seed=1"),
+        (["sample", "x", "--prompt", "--seed=3"], "argument --prompt: expected one argument"),
         (["sample", "x", "--prompt", "1", "--chat-template-kwargs", "[1]"], "'[1]' is not a JSON object"),
     ],
-    ids=lambda value: " ".join(map(str, value[-2:])) if isinstance(value, list) else "",
 )
 def test_an_unknown_argument_is_answered_with_a_remedy(arguments, hint, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -258,13 +240,7 @@ def test_an_unknown_argument_is_answered_with_a_remedy(arguments, hint, capsys):
     output = capsys.readouterr().err
     assert output.startswith("usage: dapo-jax")
     assert hint in output.splitlines()[-1]
-
-
-@pytest.mark.parametrize(("command", "missing"), [("train", "config"), ("eval", "model")])
-def test_only_required_arguments_are_reported_as_missing(command, missing, capsys):
-    with pytest.raises(SystemExit):
-        main([command])
-    assert capsys.readouterr().err.endswith(f"the following arguments are required: {missing}\n")
+    assert "key=value" not in output.splitlines()[-1]  # optional, although argparse lists it as missing
 
 
 STARTS = """
@@ -303,15 +279,10 @@ def test_control_characters_in_data_are_escaped(tmp_path, capsys, model):
     ("arguments", "message"),
     [
         (["eval", "shipped:quikstart"], "no shipped model 'quikstart'; available: quickstart"),
-        (["eval", "no/such/folder"], "no/such/folder is neither a run nor a model: there is no such folder"),
         (["eval", "shipped:quickstart", "--top-p", "1.5"], "eval.top_p: found 1.5"),
-        (["eval", "shipped:quickstart", "eval.top_q=1"], "or `eval.top_p`"),
         (["eval", "shipped:quickstart", "--path", "nowhere.jsonl"], "there is no file or folder nowhere.jsonl"),
-        (["data", "show", "nosuch"], "one_digit_arithmetic"),
         (["data", "show", "arithmetic", "--model", "no/such/folder"], "cannot read a tokenizer from"),
-        (["sample", "shipped:quickstart", "--prompt", "1+x"], "character 'x'"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--system-prompt", "S"], "data.chat=true (--chat)"),
-        (["sample", "shipped:quickstart", "--prompt", "1", "--stop", ""], "sampling.stop: found ['']"),
         (["sft", QUICKSTART], "quickstart.yaml"),
     ],
 )  # fmt: skip
@@ -338,41 +309,9 @@ def test_config_prints_changed_keys_as_a_file_of_the_same_configuration(name, sc
     assert len(printed.read_text().splitlines()) < len(to_yaml(expected).splitlines()) / 2
 
 
-SAYS_WHEN_JAX_COMES = """
-import sys
-
-class Watch:
-    def find_spec(self, name, path=None, target=None):
-        if name == "jax":
-            print("jax is loaded", file=sys.stderr, flush=True)
-
-sys.meta_path.insert(0, Watch())
-from dapo_jax.cli import main
-
-sys.exit(main(["sample", "no_such_model", "--prompt", "1+1"]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("where", "first"), [("terminal", "dapo-jax sample: loading"), ("pipe", "jax is loaded")]
-)
-def test_a_terminal_sees_a_line_before_a_model_s_libraries_are_loaded(where, first):
-    """In a pipe standard error holds errors alone."""
-    ours, theirs = pty.openpty() if where == "terminal" else os.pipe()
-    command = [sys.executable, "-c", SAYS_WHEN_JAX_COMES]
-    with os.fdopen(theirs, "wb") as error:
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=error, timeout=300, check=False)
-    with os.fdopen(ours, "rb", buffering=0) as found:  # a message is shorter than what either holds
-        lines = found.read(60_000).decode().splitlines()
-    assert lines[0] == first
-    assert "jax is loaded" in lines
-    assert lines[-1].startswith("dapo-jax sample: ")
-
-
 @pytest.mark.parametrize(
     ("grader", "counts"),
     [
-        ("right", "of 8 groups, 8 were all correct, 0 all wrong, 0 mixed"),
         ("wrong", "of 8 groups, 0 were all correct, 8 all wrong, 0 mixed"),
         ("brief", "set dynamic_sampling.metric=score"),
     ],
@@ -410,9 +349,8 @@ def test_a_run_resumed_with_another_k_compares_what_both_evaluations_have(
     monkeypatch.setattr(progress, "_QUIET_S", 0.0)
     assert main([*cut(run_dir), "steps=3", "eval.samples_per_prompt=2", "--resume"]) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"^eval/arithmetic/(.*?): .*after step 3$", out, re.MULTILINE) == ["avg@2", "reward"]
-    assert re.search(r"^eval/arithmetic/avg@2: \d\.\d+ ± \d\.\d+ after step 3$", out, re.MULTILINE)
-    assert re.search(r"^eval/arithmetic/reward: .+ before \(step 0\), .+ after step 3$", out, re.MULTILINE)
+    found = re.findall(r"^eval/arithmetic/(.*?):( .*before \(step 0\),)? .*after step 3$", out, re.MULTILINE)
+    assert [(name, bool(before)) for name, before in found] == [("avg@2", False), ("reward", True)]
     # Of the display: the first step of the resumed run is the third.
     assert set(re.findall(r"^step (\d)  sampling", out, re.MULTILINE)) == {"3"}
 
@@ -446,13 +384,8 @@ def test_a_run_of_numbers_speaks_of_rewards_and_of_nothing_correct(cut, capsys, 
     settings += ["dynamic_sampling.metric=score", "dynamic_sampling.max_waves=20"]
     assert main([*cut(run_dir, "brief"), *settings]) == 0
     out = capsys.readouterr().out
-    number = r"-\d[-.\de]*"
-    score = rf"{number} ± [.\d]+"
-    assert re.search(
-        rf"^eval/arithmetic/reward: {score} before \(step 0\), {score} after step 2$", out, re.MULTILINE
-    )
-    assert re.search(rf"^step 1/2  reward {number}  len ", out, re.MULTILINE)
-    assert re.search(rf"^eval  arithmetic  reward {number} ± ", out, re.MULTILINE)
+    assert re.search(r"^eval/arithmetic/reward: -\S+ ± .* after step 2$", out, re.MULTILINE)
+    assert re.search(r"^step 1/2  reward -\d", out, re.MULTILINE)
     text = (run_dir / "rollouts" / "step_000001.txt").read_text()
     assert not re.search("acc |avg@|pass@|correct|wrong", out + text)
     lines = read_metrics(run_dir / "metrics.jsonl")
@@ -486,12 +419,12 @@ def test_eval_takes_a_run_with_its_own_configuration_or_its_model_with_a_file(tr
     arguments = ["eval", str(trained / "model"), "--config", str(trained / "config.yaml")]
     assert main([*arguments, "--keep", str(tmp_path / "again")]) == 0
     # A model folder has no step, so its evaluation uses other random numbers.
-    assert capsys.readouterr().out.split()[:4] == from_run.split()[:4]
+    file = "arithmetic/step_000000.jsonl"
     kept, again = (
-        read_rollouts(tmp_path / name / "arithmetic" / "step_000000.jsonl") for name in ("kept", "again")
+        [row["prompt"] for row in read_rollouts(tmp_path / name / file)] for name in ("kept", "again")
     )
-    assert len(kept) == len(again) == 8
-    assert [row["prompt"] for row in kept] == [row["prompt"] for row in again]
+    assert kept == again
+    assert len(kept) == 8
 
 
 def test_evals_options_are_keys_and_its_dataset_may_be_a_file(trained, capsys, tmp_path):
@@ -506,29 +439,17 @@ def test_evals_options_are_keys_and_its_dataset_may_be_a_file(trained, capsys, t
     assert all(row["extracted"] == (row["response"] or None) for row in rows)
 
 
-def test_data_prepare_names_references_that_a_grader_cannot_read_as_a_whole(capsys, tmp_path):
-    answers = ["34", "2516_8", "1/2", r"\sqrt{2}", *[f"{place}_7" for place in range(5)]]
-    rows = [json.dumps({"prompt": f"{place}?", "answer": answer}) for place, answer in enumerate(answers)]
-    (tmp_path / "own.jsonl").write_text("\n".join(rows))
-    where = ["--from", str(tmp_path / "own.jsonl"), "--data-dir", str(tmp_path / "kept")]
-    assert main(["data", "prepare", "jsonl", *where]) == 0
-    math, gsm8k = capsys.readouterr().out.splitlines()[1:3]
-    assert math.startswith(
-        "train: 6 references that math cannot parse completely: '2516_8' (own.jsonl, line 2), '0_7' (own.jsonl, line 5), "
-    )
-    assert math.endswith("'3_7' (own.jsonl, line 8), ...")
-    assert gsm8k.startswith("train: 7 references that gsm8k cannot")
-
-
 def test_data_is_prepared_and_shown(trained, capsys, tmp_path):
-    lines = ['{"q": "3+3", "a": "6"}', '{"q": "3+3", "a": "6"}', '{"q": "10+1", "a": "11"}', "{"]
+    lines = ['{"q": "3+3", "a": "6"}', '{"q": "3+3", "a": "6"}', '{"q": "10+1", "a": "1_1"}', "{"]
     (tmp_path / "own.jsonl").write_text("\n".join(lines))
     given = ["jsonl", "--from", str(tmp_path / "own.jsonl"), "--options", '{"prompt": "q", "answer": "a"}']
     assert main(["data", "prepare", *given]) == 2
     assert "own.jsonl, line 4: not JSON" in one_message(capsys, "data")
     assert main(["data", "prepare", *given, "--on-bad-row", "skip"]) == 0
     output = "jsonl: 2 prompts from 4 rows (1 repeated; 1 bad: own.jsonl, line 4: not JSON"
-    assert capsys.readouterr().out.startswith(f"train: {output}")
+    prepared = capsys.readouterr().out
+    assert prepared.startswith(f"train: {output}")
+    assert "train: 1 references that math cannot parse completely: '1_1' (own.jsonl, line 3)" in prepared
     how = ["--on-bad-row", "skip", "--model", f"{trained}/model", "--prompt-template", "?{prompt}", "-n", "1"]
     assert main(["data", "show", *given, *how]) == 0
     shown = capsys.readouterr().out

@@ -4,10 +4,8 @@ import csv
 import json
 import random
 import re
-import subprocess
-import sys
 from functools import partial
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -25,7 +23,6 @@ from tests.report.made import (
     write_rollouts,
     write_run,
 )
-from tests.structure_test import ROOT
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys", reason=missing() or None).Keys
 
@@ -33,11 +30,14 @@ Keys = pytest.importorskip("selenium.webdriver.common.keys", reason=missing() or
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")]
 
 
+def json_lines(file):
+    return [json.loads(text) for text in file.read_text().splitlines()]
+
+
 def test_curves_of_both_runs_are_drawn_and_switched(shown):
     before = shown.lines()
     assert len(before) == 4  # two metrics of two runs
     assert all(path.count("L") > 5 for path in before)
-    assert len({each.value_of_css_property("stroke") for each in shown.all(f"{PANEL} .line")}) == 2
     shown.click('button.run[data-run="1"]')
     assert len(shown.lines()) == 2
     shown.click('button.run[data-run="1"]')
@@ -49,44 +49,15 @@ def test_curves_of_both_runs_are_drawn_and_switched(shown):
     assert shown.lines() != before
 
 
-def test_raw_values_are_drawn_with_smoothed_ones_and_alone_without_smoothing(shown, tmp_path):
-    long = report(write_run(tmp_path / "long", steps=60, every=60)).save(tmp_path / "long.html")
-    opened(shown.driver, long)
-    assert (len(shown.all(f"{PANEL} .raw")), len(shown.all(f"{PANEL} .line"))) == (2, 2)
-    shown.click("#smoothing")
-    shown.press(Keys.HOME)
-    assert shown.one("output").text == "off"
-    assert (len(shown.all(f"{PANEL} .raw")), len(shown.all(f"{PANEL} .line"))) == (0, 2)
-
-
 def test_the_cursor_shows_values_and_is_moved_by_keys(shown, page):
-    metrics = [
-        json.loads(text) for text in (page.parent / "first" / "metrics.jsonl").read_text().splitlines()
-    ]
-    shown.driver.execute_script("arguments[0].focus()", shown.one(f"{PANEL} svg[role=img]"))
+    accuracy = json_lines(page.parent / "first" / "metrics.jsonl")[3]["rollout/accuracy"]
+    shown.focus(f"{PANEL} svg[role=img]")
     shown.press(*[Keys.ARROW_RIGHT] * 4)
     shown.until(lambda: shown.one(f"{PANEL} .where").text == "step 3")
-    value = shown.one(f"{PANEL} .entry .value").text
-    assert value == f"{100 * metrics[3]['rollout/accuracy']:.1f}%"
-    # In all panels at one time.
-    assert set(shown.texts(".panel .where")) == {"step 3"}
+    assert shown.one(f"{PANEL} .entry .value").text == f"{100 * accuracy:.1f}%"
+    assert set(shown.texts(".panel .where")) == {"step 3"}  # in all panels at one time
     shown.press(Keys.END)
     shown.until(lambda: shown.one(f"{PANEL} .where").text == "step 12")
-
-
-def test_dragging_zooms_and_escape_leaves(shown):
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    plot = shown.one(f"{PANEL} svg[role=img]")
-    before = shown.one(f"{PANEL} .line").get_attribute("d")
-    ActionChains(shown.driver).move_to_element(plot).click_and_hold().move_by_offset(
-        60, 0
-    ).release().perform()
-    assert shown.one(f"{PANEL} .line").get_attribute("d") != before
-    shown.press(Keys.ESCAPE)
-    shown.driver.execute_script("arguments[0].focus()", plot)
-    shown.press(Keys.ESCAPE)
-    assert shown.one(f"{PANEL} .line").get_attribute("d") == before
 
 
 def test_the_timeline_has_a_strip_for_each_step(shown):
@@ -97,22 +68,6 @@ def test_the_timeline_has_a_strip_for_each_step(shown):
     label = strips[1].find_element("css selector", ".phases").get_attribute("aria-label")
     assert label.startswith("step 1: sampling 6 s (28.6%), grading 1.50 s")
     assert label.endswith("checkpoint 0.250 s (1.2%), rest 0.750 s (3.6%)")
-    shown.click('#timeline [data-value="share"]')
-    widths = [each.size["width"] for each in shown.all("#timeline .step:not(.all) .phases i:last-child")]
-    assert all(width > 0 for width in widths)
-
-
-def test_the_theme_follows_the_system_until_it_is_chosen(shown):
-    for system in ("dark", "light"):
-        features = [{"name": "prefers-color-scheme", "value": system}]
-        shown.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        shown.until(lambda system=system: shown.theme() == system)
-    light = shown.paper()
-    shown.click("#theme")
-    assert shown.theme() == "dark"
-    assert shown.paper() != light
-    shown.click("#theme")
-    shown.driver.execute_script("localStorage.clear()")
 
 
 def test_rollouts_are_browsed_by_keys(shown):
@@ -130,42 +85,33 @@ def test_rollouts_are_browsed_by_keys(shown):
 
 def test_a_link_shows_the_same_tab_step_and_group_or_problem(shown, page):
     """The address follows the reader, and another page with the same address shows the same. The fourth group has the prompt with ordinal 5."""
-    assert "#" not in shown.driver.current_url
+    address = page.resolve().as_uri()
+
+    def fragment():
+        return urlsplit(shown.driver.current_url).fragment
+
     shown.click("#tab-rollouts")
     shown.click('.row[id="group-3"]')
     shown.until(lambda: shown.one("#rollouts .heading h2").text == "Step 2")
-    at = urlsplit(shown.driver.current_url).fragment
-    assert parse_qs(at) == {"tab": ["rollouts"], "run": ["0"], "step": ["2"], "group": ["5"]}
-    heading = shown.one("#rollouts .heading").text
+    at, heading = fragment(), shown.one("#rollouts .heading").text
+    assert at == "tab=rollouts&run=0&step=2&group=5"
     shown.click("#tab-evaluations")
     shown.choose("Run", "1", "#evaluations")
     shown.click('#evaluations .row[id="problem-1"]')
-    problem = {
-        "tab": ["evaluations"],
-        "run": ["1"],
-        "dataset": ["aime_2024"],
-        "step": ["4"],
-        "problem": ["2"],
-    }
-    shown.until(lambda: parse_qs(urlsplit(shown.driver.current_url).fragment) == problem)
-    there = shown.driver.current_url
-    shown.driver.get("about:blank")
-    for address, tab, wanted in (
-        (f"#{at}", "rollouts", heading),
-        ("#" + urlsplit(there).fragment, "evaluations", "Problem 2"),
-    ):
-        shown.driver.get(page.resolve().as_uri() + address)
+    problem = "tab=evaluations&run=1&dataset=aime_2024&step=4&problem=2"
+    shown.until(lambda: fragment() == problem)
+    for link, tab, wanted in ((at, "rollouts", heading), (problem, "evaluations", "Problem 2")):
+        shown.driver.get("about:blank")
+        shown.driver.get(f"{address}#{link}")
         shown.until(lambda tab=tab, wanted=wanted: wanted in shown.one(f"#{tab} .heading").text)
-        assert shown.one('[aria-selected="true"][role="tab"]').get_attribute("id") == f"tab-{tab}"
     for strange in (
-        "#main",
-        "#tab=nothing",
-        "#tab=rollouts&run=9",
-        "#tab=evaluations&run=0&dataset=no&problem=x",
-        "#tab=rollouts&run=0",
+        "main",
+        "tab=nothing",
+        "tab=rollouts&run=9",
+        "tab=evaluations&run=0&dataset=no&problem=x",
     ):
         shown.driver.get("about:blank")
-        shown.driver.get(page.resolve().as_uri() + strange)
+        shown.driver.get(f"{address}#{strange}")
         shown.until(lambda: shown.one("html").get_attribute("data-ready") == "true")
 
 
@@ -178,34 +124,10 @@ def test_metrics_are_saved_as_csv(shown, page, tmp_path):
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for name in ("first", "second"):
-        metrics = [
-            json.loads(text) for text in (page.parent / name / "metrics.jsonl").read_text().splitlines()
-        ]
-        found = [row for row in rows if row["run"] == name]
-        assert [int(row["step"]) for row in found] == [line["step"] for line in metrics]
-        for row, line in zip(found, metrics, strict=True):
-            value = line.get("rollout/accuracy")
-            assert row["rollout/accuracy"] == ("" if value is None else f"{float(f'{value:.6g}'):g}")
-
-
-@pytest.mark.parametrize("width", [1600, 1366, 420])
-def test_panels_fill_their_rows(shown, width):
-    shown.driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": 768, "deviceScaleFactor": 1, "mobile": False},
-    )
-    rows = {}
-    for cell in shown.all("#curves .panels > .cell"):
-        rows.setdefault(cell.rect["y"], []).append(cell.rect)
-    inside = shown.one("#curves .panels").rect
-    for row in rows.values():
-        assert abs(max(cell["x"] + cell["width"] for cell in row) - inside["x"] - inside["width"]) < 1
-    assert max(map(len, rows.values())) == {1600: 4, 1366: 4, 420: 1}[width]
-    assert all(shown.texts("#curves .panel .note"))
-    shown.driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": 1366, "height": 768, "deviceScaleFactor": 1, "mobile": False},
-    )
+        metrics = json_lines(page.parent / name / "metrics.jsonl")
+        found = [(int(row["step"]), row["rollout/accuracy"]) for row in rows if row["run"] == name]
+        values = [(line["step"], line.get("rollout/accuracy")) for line in metrics]
+        assert found == [(at, "" if one is None else f"{float(f'{one:.6g}'):g}") for at, one in values]
 
 
 def test_filters_leave_the_responses_that_meet_them(shown):
@@ -220,33 +142,24 @@ def test_filters_leave_the_responses_that_meet_them(shown):
     shown.click(".link")  # asked before at step 13: 0 of 4 correct
     shown.until(lambda: shown.one(".heading h2").text == "Step 13")
     shown.choose("Order", "advantage")
-    assert shown.one('.row[aria-selected="true"]').get_attribute("id") == "group-0"
-    shown.until(
-        lambda: (
-            [re.search(r"advantage (\S+)", text)[1] for text in shown.texts("#rollouts .response header")]
-            == ["+12.00", "+11.00", "+10.00", "+9.00"]
-        )
-    )
+    shown.until(lambda: "advantage +12.00" in shown.texts("#rollouts .response header")[0])
     shown.choose("Step", "7")
     assert shown.status() == "8 responses in 2 groups of 104 responses"
 
 
 def test_tokens_are_shaded_by_probability_and_clip(shown, page):
-    rows = [
-        json.loads(text)
-        for text in (page.parent / "first" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-    ]
+    first = json_lines(page.parent / "first" / "rollouts" / "step_000001.jsonl")[0]
     shown.click("#tab-rollouts")
-    low = [bin for bin, value in zip(shown.kinds(), rows[0]["logprobs"], strict=True) if value < -4.7]
+    low = [bin for bin, value in zip(shown.kinds(), first["logprobs"], strict=True) if value < -4.7]
     assert set(low) <= {"p0"}
     shown.click('[data-value="clip"]')
-    up = [rows[0]["advantage"] > 0 and ratio > 1.28 for ratio in rows[0]["ratios"]]
+    up = [first["advantage"] > 0 and ratio > 1.28 for ratio in first["ratios"]]
     assert [kind == "up" for kind in shown.kinds()] == up
     assert any(up)
-    shown.driver.execute_script("arguments[0].focus()", shown.one(".response .tokens"))
+    shown.focus(".response .tokens")
     shown.press(Keys.ARROW_RIGHT)
     assert shown.texts(".tip div")[0] == "token 1"
-    assert shown.texts(".tip div")[2].startswith(f"ratio {rows[0]['ratios'][0]:.3f}")
+    assert shown.texts(".tip div")[2].startswith(f"ratio {first['ratios'][0]:.3f}")
 
 
 def episode(*parts):
@@ -277,34 +190,18 @@ def test_parts_of_an_episode_are_separate(shown, tmp_path):
         ("context", "go"), ("turn", "31", 0.0), ("environment", ">>>"), ("turn", "4", -0.25), ("context", "then"), ("turn", "so7", 1.5),
     )  # fmt: skip
     assert shown.texts(".response .since") == [
-        "new context, in place of the prompt",
-        "turn 1, reward +0.00",
-        "environment",
-        "turn 2, reward \u22120.25",
-        "new context, in place of all before",
-        "turn 3, reward +1.50",
-    ]
+        "new context, in place of the prompt", "turn 1, reward +0.00", "environment", "turn 2, reward \u22120.25",
+        "new context, in place of all before", "turn 3, reward +1.50",
+    ]  # fmt: skip
     assert shown.texts(".part .said") == ["go", "31end", ">>>", "4end", "then", "so7end"]
     counts = [2, 3, 3, 2, 4, 4]
-    assert [kind == "environment" for kind in shown.kinds()] == [
-        part % 2 == 0 for part, count in enumerate(counts) for _ in range(count)
-    ]
-    assert [each.get_attribute("class") for each in shown.all(".part .since b")] == ["", "bad", "good"]
-    facts = shown.texts(".response .fact")
-    assert [fact for fact in facts if fact.startswith(("tokens", "in ", "the env"))] == [
-        "tokens 9",
-        "in 3 turns",
-        "the environment's 9 tokens",
-    ]
-    shown.driver.execute_script("arguments[0].focus()", shown.one(".response .tokens"))
-    shown_facts = []
-    for _ in range(sum(counts)):
-        shown.press(Keys.ARROW_RIGHT)
-        shown_facts.append(shown.texts(".tip div")[:2])
-    of_context, appended = "of a new context of the environment", "appended by the environment"
-    kinds = [of_context, "turn 1 of 3", appended, "turn 2 of 3", of_context, "turn 3 of 3"]
-    expected = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
-    assert shown_facts == [[f"token {place + 1}", kind] for place, kind in enumerate(expected)]
+    environment = [part % 2 == 0 for part, count in enumerate(counts) for _ in range(count)]
+    assert [kind == "environment" for kind in shown.kinds()] == environment
+    assert {"tokens 9", "in 3 turns", "the environment's 9 tokens"} <= set(shown.texts(".response .fact"))
+    shown.focus(".response .tokens")
+    for token, kind in ((2, "of a new context of the environment"), (3, "turn 1 of 3")):
+        shown.press(*[Keys.ARROW_RIGHT] * (2 if token == 2 else 1))
+        assert shown.texts(".tip div")[:2] == [f"token {token}", kind]
 
 
 def test_the_middle_of_a_long_context_is_folded_and_every_turn_is_seen(shown, tmp_path):
@@ -318,10 +215,6 @@ def test_the_middle_of_a_long_context_is_folded_and_every_turn_is_seen(shown, tm
     assert (first, middle) == ("31end", f"{context[:80]}\nShow 380 more tokens\n{context[460:]}")
     # 1001 less 450, of which 300 are before the fold and 150 after it.
     assert last == f"{'7' * 300}\nShow 551 more tokens\n{'7' * 149}end"
-    shown.driver.execute_script("arguments[0].focus()", shown.one(".response .tokens"))
-    for _ in range(3 + 80 + 1):
-        shown.press(Keys.ARROW_RIGHT)
-    assert shown.texts(".tip div")[0] == "token 464", "three of the first turn, 460 of the context"
     shown.click(".part.context .more")
     shown.until(lambda: shown.texts(".part .said")[1] == context)
     assert len(shown.all(".part .more")) == 1, "the other part is folded as before"
@@ -331,15 +224,11 @@ def test_tokens_are_shaded_by_the_age_of_their_weights(shown, tmp_path):
     """At step 9, whose weights have done 8 steps; the responses have seven characters and an end token."""
     run = write_run(tmp_path / "run", steps=1, every=2)
     spans = [[[0, 5], [3, 6], [5, 8]], [[0, 8]], [[0, 6]]]
-    rows = [
-        rollout_line(9, 0, i, rng=random.Random(i), response="abc\nefg", correct=True, spans=each)
-        for i, each in enumerate(spans)
-    ]
+    same = {"response": "abc\nefg", "correct": True}
+    rows = [rollout_line(9, 0, i, rng=random.Random(i), spans=each, **same) for i, each in enumerate(spans)]
     write_rollouts(run, 9, rows)
-    write_rollouts(run, 10, [rollout_line(10, 1, 0, rng=random.Random(0), correct=True)])
     opened(shown.driver, report(run).save(tmp_path / "page.html"))
     shown.click("#tab-rollouts")
-    assert not shown.all(".since")
     found = [re.search(r"sampled by (.+)", text) for text in shown.texts("#rollouts .response header")]
     assert [match and match[1] for match in found] == [
         "3 versions of the weights, steps 6 to 9",
@@ -348,24 +237,11 @@ def test_tokens_are_shaded_by_the_age_of_their_weights(shown, tmp_path):
     ]
     shown.click('#rollouts [data-value="age"]')
     assert shown.kinds() == ["a3"] * 3 + ["a2"] * 2 + ["a0"] * 3
-    of_response = [
-        [token.get_attribute("class").split()[1] for token in each.find_elements("css selector", ".token")]
-        for each in shown.all("#rollouts .tokens")
-    ]
-    assert of_response[1:] == [["a0"] * 8, ["a2"] * 8]
     # Where the weights change, a label names their step, so that shades do not depend on colours alone.
     assert shown.texts("#rollouts .since") == ["step 6", "step 7", "step 9", "step 7"]
-    styles = {each.value_of_css_property("border-bottom-style") for each in shown.all(".key .token")}
-    assert styles == {"none", "dotted", "dashed", "solid", "double"}
-    shown.driver.execute_script("arguments[0].focus()", shown.one("#rollouts .tokens"))
+    shown.focus("#rollouts .tokens")
     shown.press(Keys.ARROW_RIGHT)
     assert shown.texts(".tip div")[-1] == "sampled by the weights of step 6, 3 steps before"
-    shown.press(Keys.END)
-    shown.until(lambda: shown.texts(".tip div")[-1] == "sampled by the weights of this step")
-    shown.click("#group-1")
-    shown.until(lambda: shown.one(".heading h2").text == "Step 10")
-    assert shown.one("#rollouts .key").text.endswith("All tokens of this group are this step's.")
-    assert not shown.all(".since")
 
 
 def test_configurations_differ_from_each_other_and_from_the_defaults(shown):
@@ -404,7 +280,7 @@ def test_nothing_is_wider_than_the_window(width, shown, wide, tmp_path):
     write_status(runs[0], "failed", long)
     opened(shown.driver, report(*runs).save(tmp_path / "page.html"))
     wide(width)
-    shown.driver.execute_script("arguments[0].focus()", shown.one(f"{PANEL} svg[role=img]"))
+    shown.focus(f"{PANEL} svg[role=img]")
     shown.press(Keys.ARROW_RIGHT)  # every title has the cursor's place
     for tab in ("curves", "rollouts", "evaluations", "configuration"):
         shown.click(f"#tab-{tab}")
@@ -426,20 +302,14 @@ def judged(tmp_path):
     run = write_run(
         tmp_path / "judged", steps=4, line=scored, dynamic_sampling=DynamicSamplingConfig(metric="score")
     )
-    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        {name: one for name, one in line.items() if name[:5] != "eval/"}
+        for line in json_lines(run / "metrics.jsonl")
+    ]
     for line, reward in zip(lines, (-1.448, None, -1.2, None, -0.81), strict=True):
-        for name in list(line):
-            if name.startswith("eval/"):
-                line[name] = 0.0
         line |= {} if reward is None else {"eval/aime_2024/reward": reward, "eval/aime_2024/avg@8": 0.0}
-        if line["step"]:
-            line |= {"rollout/accuracy": 0.0, "reward/mean": -0.6, "rollout/scores_differ_frac": 0.75}
+        line |= {"rollout/accuracy": 0.0, "reward/mean": -0.6, "rollout/scores_differ_frac": 0.75}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for step in (5, 6):
-        rows = [
-            scored(step, 99, index, rng=random.Random(index)) | {"prompt": "again?"} for index in range(4)
-        ]
-        write_rollouts(run, step, rows)
     for step, rewards in ((0, (-1.5, -1.0)), (4, (-0.5, -1.25))):
         problems = [problem_line(place, 0, reward=reward) for place, reward in enumerate(rewards)]
         for problem, reward in zip(problems, rewards, strict=True):
@@ -466,9 +336,6 @@ def test_a_run_judged_by_scores_has_rewards_and_no_verdicts(shown, judged, tmp_p
     assert heads["Held-out reward"] == "\u22121.45 \u2192 \u22120.810"
     assert heads["Best"] == "\u22120.810 at step 4"
     assert heads["Train reward"] == "\u22120.600"
-    titles = [each.get_attribute("data-title") for each in shown.all(".panel")]
-    assert titles[:2] == ["Held-out reward", "Reward"]
-    assert not [title for title in titles if "accuracy" in title]
     groups = shown.texts('[data-title="Groups sampled"] .entry')
     assert groups == ["scores differ\n75.0%", "all scores equal\n25.0%"]
     assert shown.all(".distribution .bars rect.even")
@@ -476,27 +343,15 @@ def test_a_run_judged_by_scores_has_rewards_and_no_verdicts(shown, judged, tmp_p
     shown.click("#tab-rollouts")
     assert shown.texts("#rollouts .verdict") == ["score \u22121.90", "score \u22121.40"] * 2
     assert shown.texts("#rollouts .row .score")[0] == "mean \u22121.65"
-    heights = [each.size["height"] for each in shown.all("#group-0 .marks .even")]
-    assert heights == [2, 12, 2, 12]
-    assert "the highest logged reward of the step" in shown.one("#rollouts .side .hint").text
     shown.click('#rollouts [data-value="above"]')
-    assert shown.status() == "20 responses in 10 groups of 40 responses"
+    assert shown.status() == "16 responses in 8 groups of 32 responses"
     shown.until(lambda: shown.texts("#rollouts .verdict") == ["score \u22121.40"] * 2)
-    shown.click('#rollouts [data-value="any"]')
-    shown.choose("Order", "reward")
-    shown.until(lambda: shown.one("#rollouts .row .step").text == "step 6")
-    shown.all("#rollouts .row")[0].click()
-    shown.until(lambda: len(shown.all("#rollouts .strip .bar")) == 2)
-    bars = [each.get_attribute("aria-label") for each in shown.all("#rollouts .strip .bar")]
-    assert bars == ["step 5: mean reward \u22121.25", "step 6: mean reward \u22121.15"]
     assert "correct" not in shown.one("#rollouts").text.lower()
     shown.click("#tab-evaluations")
     view = "#evaluations"
     assert shown.one(f"{view} .status").text == "2 problems, mean reward \u22120.875 at step 4"
     assert shown.texts(f"{view} .row .score") == ["mean \u22120.500", "mean \u22121.25"]
     assert shown.texts(f"{view} .verdict") == ["score \u22120.600"]
-    bars = [each.get_attribute("aria-label") for each in shown.all(f"{view} .bar")]
-    assert bars == ["step 0: mean reward \u22121.50", "step 4: mean reward \u22120.500"]
     shown.click(f'{view} [data-value="lower"]')
     shown.until(lambda: shown.texts(f"{view} .row .step") == ["problem 2"])
     assert "correct" not in shown.one(view).text.lower()
@@ -507,18 +362,14 @@ def test_distributions_are_drawn_for_each_run_and_follow_the_cursor(shown):
     there = [panel.get_attribute("data-title") for panel in shown.all(".distribution")]
     assert there == [f"{title}, {run}" for title in titles for run in ("first", "second")]
     panel, other = (f'[data-title="Response lengths, {run}"]' for run in ("first", "second"))
-    assert shown.one(f"{panel} .where").text == "step 14"
     assert shown.one(f"{panel} .told").text.startswith("4 responses: mean 3, median 3")
-    shown.driver.execute_script("arguments[0].focus()", shown.one(f"{panel} .heat"))
+    shown.focus(f"{panel} .heat")
     shown.press(Keys.HOME)
     shown.until(lambda: shown.one(f"{panel} .where").text == "step 1")
     assert shown.one(f"{panel} .told").text.startswith("8 responses: ")
-    assert shown.one(f"{other} .where").text == "step 1"
-    assert shown.one(f"{PANEL} .where").text == "step 0"
+    assert (shown.one(f"{other} .where").text, shown.one(f"{PANEL} .where").text) == ("step 1", "step 0")
     assert shown.all(f"{panel} .bars rect.good")
     assert shown.all(f"{panel} .bars rect.bad")
-    shown.click('button.run[data-run="1"]')
-    assert not shown.one(other).is_displayed()
 
 
 def test_a_prompt_is_seen_at_every_step_at_which_it_was_asked(shown):
@@ -544,14 +395,11 @@ def test_the_same_prompt_is_seen_in_two_runs_side_by_side(shown):
     shown.until(lambda: len(shown.all("#rollouts .pair .question")) == 2)
     mine, theirs = (each.text for each in shown.all("#rollouts .pair .question pre:first-of-type"))
     assert mine == theirs
-    assert [each.text for each in shown.all("#rollouts .pair .heading .run")] == ["first", "second"]
     shown.click('[name="shared"]')
     shown.until(lambda: shown.status() == "104 responses in 26 groups")
-    shown.driver.execute_script("arguments[0].focus()", shown.one("#rollouts .groups"))
+    shown.focus("#rollouts .groups")
     shown.press(Keys.END)
     shown.until(lambda: "second did not log this prompt." in shown.texts("#rollouts .pair .empty"))
-    shown.choose("Beside", "", within="#rollouts")
-    shown.until(lambda: not shown.all("#rollouts .pair .group")[1].is_displayed())
 
 
 def test_problems_of_evaluations_are_read_one_by_one_over_time_and_in_two_runs(shown):
@@ -560,17 +408,13 @@ def test_problems_of_evaluations_are_read_one_by_one_over_time_and_in_two_runs(s
     # At step 10 7 + 2 + 8 of 24 are right.
     assert shown.one(f"{view} .status").text == "3 problems, 70.8% correct at step 10"
     assert shown.texts(f"{view} .row .score") == ["7/8", "2/8", "8/8"]
-    assert shown.one(f"{view} .question pre").text == "problem 0: 1+1?"
     assert [bar.get_attribute("aria-label") for bar in shown.all(f"{view} .bar")] == [
         "step 0: 0 of 8 correct", "step 5: 4 of 8 correct", "step 10: 7 of 8 correct",
     ]  # fmt: skip
     assert shown.texts(f"{view} .given li") == ["2 \u00d7 7", "no answer \u00d7 1"]
-    assert shown.texts(f"{view} .verdict") == ["✓ correct"]
     shown.all(f"{view} .bar")[0].click()
     shown.until(lambda: shown.texts(f"{view} .row .score") == ["0/8", "5/8", "8/8"])
     shown.until(lambda: shown.texts(f"{view} .verdict") == ["✗ wrong"])
-    shown.click(f'{view} [data-value="every"]')
-    shown.until(lambda: shown.texts(f"{view} .evaluation h2") == ["Step 10", "Step 5", "Step 0"])
     shown.choose("Order", "gained", within=view)
     shown.until(lambda: shown.texts(f"{view} .row .step") == ["problem 1", "problem 3", "problem 2"])
     shown.click(f'{view} [data-value="none"]')
@@ -620,39 +464,23 @@ def test_a_page_without_rollouts_shows_why(every, how, words, shown, tmp_path):
     assert words in shown.one("#rollouts .empty").text
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [{"step": 0, "eval/x/avg@8": 0.5, "time/eval_s": 3.0}],
-        [
-            {
-                "step": 1,
-                "sync/sampler_trainer_kl": 0.0,
-                "rollout/mixed_frac": 1.0,
-                "rollout/all_wrong_frac": None,
-            }
-        ],
-        [{"step": 1, "mine/own": 1e300, "mine/other": -1e-300}],
-    ],
-    ids=["an evaluation", "zero on a logarithmic axis", "extremes"],
-)
-def test_unusual_metrics_are_drawn(lines, shown, tmp_path):
-    opened(shown.driver, report(write_metrics(tmp_path / "run", *lines)).save(tmp_path / "page.html"))
+def test_unusual_metrics_are_drawn(shown, tmp_path):
+    """Only an evaluation, a zero on a logarithmic axis, and extremes."""
+    lines = [
+        {"step": 0, "eval/x/avg@8": 0.5, "time/eval_s": 3.0},
+        {
+            "step": 1,
+            "sync/sampler_trainer_kl": 0.0,
+            "rollout/mixed_frac": 1.0,
+            "rollout/all_wrong_frac": None,
+        },
+        {"step": 1, "mine/own": 1e300, "mine/other": -1e-300},
+    ]
+    runs = [write_metrics(tmp_path / str(number), line) for number, line in enumerate(lines)]
+    opened(shown.driver, report(*runs).save(tmp_path / "page.html"))
     for box in shown.all("details"):
         box.click()
-    paths = [each.get_attribute("d") for each in shown.all(".panel path")]
     assert shown.all(".panel")
-    assert not [path for path in paths if "NaN" in path or "Infinity" in path]
-    texts = shown.texts(".panel text") + shown.texts(".panel .value")
+    texts = [each.get_attribute("d") for each in shown.all(".panel path")]
+    texts += shown.texts(".panel text") + shown.texts(".panel .value")
     assert not [text for text in texts if "NaN" in text or "Infinity" in text]
-
-
-def test_a_thousand_steps_of_64_rollouts_open_in_less_than_3_seconds():
-    """As in the benchmark, in its own process without the type checks of tests."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.report_page", "--repeat", "1"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    *_, opening, median = done.stdout.splitlines()
-    assert re.fullmatch(r"opening 1: \d+ ms", opening), f"the console complained: {done.stdout}"
-    assert int(re.fullmatch(r"median: (\d+) ms", median)[1]) < 3000

@@ -89,6 +89,9 @@ class Shown:
 
         self.until(clicked)  # an element that was replaced takes no click
 
+    def focus(self, selector):
+        self.driver.execute_script("arguments[0].focus()", self.one(selector))
+
     def press(self, *keys):
         from selenium.webdriver.common.action_chains import ActionChains
 
@@ -107,12 +110,6 @@ class Shown:
     def lines(self):
         """The paths of one panel."""
         return [each.get_attribute("d") for each in self.all(f"{PANEL} .line")]
-
-    def theme(self):
-        return self.one("html").get_attribute("data-theme")
-
-    def paper(self):
-        return self.one("html").value_of_css_property("background-color")
 
     def kinds(self):
         """Returns the shades of the tokens of the first response."""

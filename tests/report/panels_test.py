@@ -4,7 +4,7 @@ import random
 import re
 from dataclasses import replace
 
-from dapo_jax.report.panels import OTHER, PANELS, Panel, panels_for, panels_of
+from dapo_jax.report.panels import PANELS, panels_of
 from dapo_jax.report.tables import EQUAL, Table, comparable
 from dapo_jax.trackers import read_metrics
 from tests.report.made import metrics_line
@@ -120,28 +120,6 @@ def test_quiet_panels_that_are_zero_are_named_and_not_drawn():
     assert (titles(panels), zero) == (["Skipped updates"], [])
 
 
-FLIGHT = {
-    "step": 1, "rollout/waves": 0, "rollout/rounds": 7, "rollout/age_mean": 1.5, "rollout/age_p95": 2.5, "rollout/age_max": 3,
-    "rollout/newest_age_mean": 0.5, "rollout/newest_age_p95": 1.0, "rollout/newest_age_max": 2, "rollout/earlier_tokens_frac": 0.25,
-    "importance/weight": 0.99, "importance/weight_max": 2.0, "importance/cut_frac": 0.02, "importance/ess_frac": 0.95,
-}  # fmt: skip
-
-
-def test_rollouts_in_flight_have_ages_corrections_and_rounds_but_no_waves():
-    panels, zero = panels_of([table(FLIGHT, FLIGHT | {"step": 2})])
-    assert titles(panels) == [
-        "Age of trained groups", "Tokens of earlier weights", "Importance weights", "Rounds",
-    ]  # fmt: skip
-    assert zero == ["Waves"]
-    assert panels[0].hidden == ("rollout/newest_age_p95", "rollout/newest_age_max")
-    assert sum(len(panel.series) for panel in panels) == 6 + 3 + 2 + 1
-
-
-def test_unknown_metrics_are_drawn():
-    [panel], _ = panels_of([table({"step": 1, "mine/own": 3.0})])
-    assert (panel.section, panel.title) == (OTHER, "mine/own")
-
-
 LEARNING = {
     "step": 1, "eval/x/avg@4": 0.0, "eval/x/reward": -1.5, "rollout/accuracy": 0.0, "reward/mean": -1.0, "rollout/mixed_frac": 0.0,
     "rollout/all_wrong_frac": 1.0, "rollout/scores_differ_frac": 0.75,
@@ -165,15 +143,6 @@ def test_rewards_come_first_and_accuracies_stay_for_mixed_runs():
     ]  # fmt: skip
     panels, _ = panels_of([table(LEARNING)])
     assert titles(panels)[:3] == ["Held-out accuracy", "Training accuracy", "Reward"]
-
-
-def test_every_panel_has_a_sentence_of_help_without_a_metrics_name():
-    """A name is two words of small letters around a slash; `new / old` and `tokens/s` are not."""
-    for by_score in ([False], [True], [True, False]):
-        for panel in panels_for(by_score):
-            assert re.fullmatch(r"[A-Z].*[a-z0-9]\.", panel.help), panel.title
-            assert not re.search(r"\w+/\w+_\w+", f"{panel.help} {panel.note} {panel.title}")
-            assert panel.help != Panel.help
 
 
 def test_metrics_without_a_panel_that_are_zero_are_counted():

@@ -41,18 +41,6 @@ def test_evaluations_are_found_in_the_order_of_their_steps(tmp_path):
     ]
 
 
-def test_a_run_in_a_bucket_is_read(bucket, tmp_path):
-    run = write_run(tmp_path / "run", steps=2)
-    for file in run.rglob("*"):
-        if file.is_file():
-            name = f"here/{file.relative_to(run)}".replace("metrics.jsonl", "metrics/000000.jsonl")
-            bucket.buckets["bucket"][name] = (file.read_bytes(), 1)
-    [found] = read_runs(["gs://bucket/here"])
-    assert [row["step"] for row in found.rows] == [0, 1, 2]
-    assert [path.name for path in found.logged] == ["step_000001.jsonl", "step_000002.jsonl"]
-    assert found.name == "here"
-
-
 def test_names_are_as_short_as_possible(tmp_path):
     places = [tmp_path / "lr" / "seed0", tmp_path / "clip" / "seed0", tmp_path / "clip" / "seed1"]
     for place in places:

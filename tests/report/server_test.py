@@ -1,18 +1,15 @@
 """A served report: its answers, refused requests, and new files."""
 
-import base64
 import gzip
 import http.client
 import json
 import random
-import socket
-import struct
 import threading
 from contextlib import contextmanager
 
 import pytest
 
-from dapo_jax.config import ConfigError, DynamicSamplingConfig
+from dapo_jax.config import ConfigError
 from dapo_jax.report import rollouts
 from dapo_jax.report import server as report_server
 from dapo_jax.report.server import Watched, _Server, watch
@@ -185,26 +182,6 @@ def test_later_damage_is_reported_and_the_page_stays(run):
         assert json_of(server, "/state")["error"] == ""
 
 
-def test_a_browser_that_disconnects_does_not_matter(run, capfd):
-    with served(run) as server:
-        for _ in range(3):
-            with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
-                connection.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode())
-        assert json_of(server, "/state")["error"] == ""
-    assert capfd.readouterr().err == ""
-
-
-def test_ctrl_c_ends_the_server(run, monkeypatch, capsys):
-    def interrupted(self, poll_interval):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_Server, "serve_forever", interrupted)
-    watch(run)
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first.startswith("watching run: http://127.0.0.1:")
-    assert rest == ["", "no longer watching"]
-
-
 def test_an_unavailable_port_is_an_error(run):
     with (
         served(run) as server,
@@ -213,13 +190,3 @@ def test_an_unavailable_port_is_an_error(run):
         watch(run, port=server.server_port)
     with pytest.raises(ConfigError, match="found 70000"):
         watch(run, port=70000)
-
-
-def test_rewards_of_a_run_judged_by_scores_are_served(tmp_path):
-    run = write_run(tmp_path / "run", steps=1, dynamic_sampling=DynamicSamplingConfig(metric="score"))
-    write_evaluation(run, 0, [problem_line(0, 0, reward=-1.5)])
-    with served(run) as server:
-        data = caught_up(server)
-        assert data["runs"][0]["by_score"] is True
-        index = gzip.decompress(base64.b64decode(data["packed"]["eval-index-0"]))
-        assert struct.unpack("<f", index[-4:]) == (-1.5,)

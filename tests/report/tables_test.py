@@ -8,7 +8,7 @@ import pytest
 from dapo_jax.config import BatchConfig, DynamicSamplingConfig, LossConfig, TrainConfig, load_config
 from dapo_jax.config.loading import replaced
 from dapo_jax.report.runs import RunFiles
-from dapo_jax.report.tables import EQUAL, REST, _shown, about, configurations, table_of
+from dapo_jax.report.tables import EQUAL, REST, about, configurations, table_of
 from dapo_jax.trackers.run_status import RunStatus
 
 
@@ -68,13 +68,6 @@ def test_configurations_mark_departures_and_differences():
     # Every run has its own.
     assert not rows["run_dir"]["departs"]
     assert rows["run_dir"]["default"] == ""
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(True, "true"), (None, "null"), ([5], "[5]"), ("", '""'), (1e-6, "1e-06")]
-)
-def test_values_are_written_as_in_a_file(value, text):
-    assert _shown(value) == text
 
 
 def test_runs_judged_by_scores_have_the_share_of_equal_scores():

@@ -69,9 +69,3 @@ def test_the_model_a_run_started_from_may_be_gone(source, tmp_path, monkeypatch)
     run = write_run(tmp_path / "run", steps=1, tokenizer=False, model=ModelConfig(source=source))
     found = tokenizer_of(read_runs([run])[0])
     assert (found is None) == source.endswith(("nowhere", "nothing"))
-
-
-def test_a_damaged_tokenizer_costs_borders_and_nothing_else(tmp_path):
-    run = write_run(tmp_path / "run", steps=1)
-    (run / "model" / "tokenizer.json").write_text("{")
-    assert tokenizer_of(read_runs([run])[0]) == ByteTokenizer()  # the configuration's

@@ -102,17 +102,18 @@ function startProblems(root, data, { stores, openGroup, changed }) {
 
   let shown = null;
 
-  /** Shows a problem, or the error if it cannot be loaded. */
+  /** Shows a problem, or the error if it cannot be loaded, unless another problem is requested meanwhile. */
   async function show(place, how) {
-    await open(place, how).catch((error) => {
+    const mine = (shown = { place });
+    await open(mine, how).catch((error) => {
+      if (shown !== mine) return;
       shown = null;
       node.replaceChildren(el("p", { class: "empty" }, error.message));
     });
   }
 
-  /** Loads and shows a problem, unless another problem is requested meanwhile. */
-  async function open(place, { stay = false } = {}) {
-    const mine = (shown = { place });
+  async function open(mine, { stay = false } = {}) {
+    const { place } = mine;
     changed();
     const of = dataset();
     const [prompt, answer, where] = await store.text(of, place);
