@@ -1,4 +1,4 @@
-"""Promises of SECURITY.md; damaged and wrong files of every kind are in `tests/malformed`."""
+"""Promises of SECURITY.md; damaged files of every kind are in `damaged_files_test.py`."""
 
 import ast
 import json
@@ -11,7 +11,7 @@ from dapo_jax.cli import _parser, main
 from dapo_jax.config import load_config, to_yaml
 from dapo_jax.config.reading import _Loader
 from dapo_jax.serving.serve import ServeOptions
-from tests.malformed.malformed_test import model_files
+from tests.faults.damaged_files_test import model_files
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "dapo_jax").rglob("*.py"))

@@ -1,11 +1,10 @@
-"""Damaged, half-written and wrong files: a command ends with status 1 or 2 and a short message, and writes nothing elsewhere.
+"""Damaged, half-written and missing files: a command ends with status 1 or 2 and a short message, and writes nothing elsewhere.
 
 An input that happens to be intact is accepted.
 """
 
 import gzip
 import io
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,16 +41,12 @@ LOG = "rollouts/step_000001.jsonl"
 ANY = {
     "nothing": lambda good: b"",
     "half": lambda good: good[: len(good) // 2],
-    "without its end": lambda good: good[:-9],
     "without its beginning": lambda good: good[9:],
     "a block of zeros": lambda good: good[: len(good) // 3] + bytes(64) + good[len(good) // 3 + 64 :],
-    "zeros": lambda good: bytes(len(good)),
-    "not UTF-8": lambda good: b"\xff\xfe" + good,
     "a pointer of Git LFS": lambda good: (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"
     ),
     "an HTML page": lambda good: b"<!DOCTYPE html><html></html>",
-    "JSON of another kind": lambda good: b"[1, 2]",
 }
 """Damage that any file may suffer: an interrupted copy or download, a crash of the machine, a wrong file."""
 
@@ -94,9 +89,9 @@ def with_file(name, content):
     return make
 
 
-def table(**columns):
+def table_bytes():
     written = io.BytesIO()
-    parquet.write_table(pa.table(columns), written)
+    parquet.write_table(pa.table({"prompt": ["1+1", "2+2"], "answer": ["2", "4"]}), written)
     return written.getvalue()
 
 
@@ -149,7 +144,7 @@ GOOD = {
         lambda content: put("data.jsonl.gz", content), gzip.compress(ROWS, mtime=0), prepare("jsonl.gz"),
     ),
     "a table": (
-        lambda content: put("data.parquet", content), table(prompt=["1+1", "2+2"], answer=["2", "4"]), prepare("parquet"),
+        lambda content: put("data.parquet", content), table_bytes(), prepare("parquet"),
     ),
     **{
         name: (lambda content, name=name: with_file(name, content), model_files()[name], CONVERT)
@@ -173,53 +168,13 @@ def good_bytes(kind, folder):
     return (folder / "run" / {"a run's config.yaml": "config.yaml"}.get(kind, LOG)).read_bytes()
 
 
-def without(key):
-    """Removes a key of every rollout."""
-
-    def change(old):
-        lines = [{k: v for k, v in json.loads(line).items() if k != key} for line in old.splitlines()]
-        return b"\n".join(json.dumps(line).encode() for line in lines)
-
-    return of_a_run(LOG, change)
-
-
-def instead(name, others):
-    """Makes the files, and a folder in the place of one."""
-
-    def make(folder):
-        others(folder)
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).mkdir()
-
-    return make
-
-
-WRONG = {
-    **{
-        f"table: {name}": (put("data.parquet", content), prepare("parquet"))
-        for name, content in {
-            "no rows": table(prompt=pa.array([], pa.string()), answer=pa.array([], pa.string())), "other columns": table(question=["1"], answer=["2"]),
-            "nulls": table(prompt=pa.nulls(2), answer=pa.nulls(2)), "bytes as prompt": table(prompt=[b"1+1"], answer=["2"]),
-        }.items()
-    },
+MISSING = {
     "no config.json": (with_file("config.json", None), CONVERT),
     "no weights": (with_file("model.safetensors", None), CONVERT),
     "no tokenizer": (with_file("tokenizer.json", None), SHOW),
-    "GGUF: version 1": (put("model.gguf", b"GGUF\1" + gguf_bytes()[5:]), CONVERT_GGUF),
-    **{f"rollouts without {key}": (without(key), SCORE) for key in ("answer", "row", "finish_reason")},
     "a run whose model is gone": (of_a_run("config.yaml", lambda old: old.replace(b"source: model", b"source: gone")), SAMPLE),
     "a run without checkpoints": (lay_out, SAMPLE),
-    **{
-        f"a folder in the place of {name}": (instead(name, others), command)
-        for name, others, command in (
-            ("c.yaml", lambda folder: None, CONFIG), ("data.jsonl", lambda folder: None, prepare("jsonl")),
-            ("data.parquet", lambda folder: None, prepare("parquet")), ("model/config.json", with_file("x", b""), CONVERT),
-            ("model/model.safetensors", with_file("x", b""), CONVERT), ("model/tokenizer.json", with_file("x", b""), SHOW),
-            ("model.gguf", lambda folder: None, CONVERT_GGUF), (f"run/{LOG}", lay_out, SCORE),
-        )
-    },
 }  # fmt: skip
-"""Wrong files in the right places. The tests of models, tokenizers and configurations have wrong values in them."""
 
 
 def listing(folder):
@@ -265,14 +220,14 @@ def survives(tmp_path, monkeypatch, capfd):
 def test_a_damaged_file_is_reported(kind, damage, survives, tmp_path):
     make, _, command = GOOD[kind]
     status = survives(make(ANY[damage](good_bytes(kind, tmp_path))), *command)
-    if damage in ("nothing", "zeros", "an HTML page"):
+    if damage in ("nothing", "an HTML page"):
         assert status
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_file_is_reported(name, survives):
-    make, command = WRONG[name]
-    survives(make, *command)
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_file_is_reported(name, survives):
+    make, command = MISSING[name]
+    assert survives(make, *command)
 
 
 def damaged(content, rng):
