@@ -24,10 +24,6 @@ def trained(monkeypatch, capsys, data_dir, *options):
     return before, after, lines[1:-1]
 
 
-def test_it_fits_a_reader_s_patience():
-    assert len(EXAMPLE.read_text().splitlines()) <= 250
-
-
 def test_a_short_form_samples_grades_and_updates(monkeypatch, capsys, tmp_path):
     """Two steps of four groups; what samples and what trains are one policy to 1e-9 nats."""
     options = ("--steps", "2", "--prompts-per-step", "4", "--eval-prompts", "4")

@@ -44,24 +44,12 @@ def test_importing_the_public_names_stays_light(loaded_modules):
     assert not heavy, f"they loaded {sorted(heavy)[:5]}"
 
 
-def test_importing_the_public_names_loads_no_room_that_trains_or_samples(loaded_modules):
-    rooms = {name.split(".")[1] for name in loaded_modules if name.startswith("dapo_jax.")}
-    heavy = {"run", "cli", "config", "training", "sampling", "models", "parallel", "data", "checkpoints"}
-    assert not rooms & heavy
-
-
 def test_every_public_name_is_there():
     light = set(dapo_jax.__all__) - {"train"}
     assert all(callable(getattr(dapo_jax, name)) for name in light)
     assert {"dapo_loss", "token_weights", "kl_penalty", "group_advantages", "overlong_penalty"} <= light
     assert {"token_logprobs", "chunked_logprobs", "Mean", "Max", "add_metrics", "to_scalars"} <= light
     assert set(dapo_jax.__all__) <= set(dir(dapo_jax))
-
-
-def test_train_is_loaded_when_it_is_first_used():
-    from dapo_jax.run import train
-
-    assert dapo_jax.train is train
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():

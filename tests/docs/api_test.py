@@ -60,8 +60,3 @@ def test_every_function_and_class_of_a_module_is_listed(module):
     }
     assert public
     assert not {name for name, thing in public.items() if id(thing) not in there}
-
-
-def test_no_name_is_listed_twice():
-    names = [id(found(name)) for name in LISTED]
-    assert len(names) == len(set(names))

@@ -2,7 +2,6 @@
 
 import pytest
 from _made.pages import DOCS, MAKERS, drawn, included, made, pages, sources
-from _made.tables import table
 from _made.wrapping import wrapped
 
 from dapo_jax.data.builders.arithmetic import response_text
@@ -47,25 +46,10 @@ def test_wrong_marks_are_errors():
             made(text)
 
 
-def test_special_characters_in_cells_are_escaped():
-    """A bar would begin another cell, a line break another row, and `<` an element; code stays as it is."""
-    rows = [["`a|<b>`", "one <r>\n two |x|"]]
-    assert table(["key", "meaning"], rows) == (
-        "| key | meaning |\n|---|---|\n| `a\\|<b>` | one \\<r> two \\|x\\| |\n"
-    )
-
-
 def test_links_to_a_file_outside_docs_lead_to_the_page_that_includes_it():
     page = DOCS / "results" / "trl" / "README.md"
     text = "[a](../../../benchmarks/README.md#b) [c](../index.md) [d](https://e.f/g.md)"
     assert included(text, page) == "[a](../benchmarks.md#b) [c](../index.md) [d](https://e.f/g.md)"
-
-
-def test_links_in_an_included_file_start_at_its_page():
-    page = DOCS / "results" / "benchmarks.md"
-    shown = included(page.read_text(encoding="utf-8"), page)
-    assert "[study/](study_design.md)" in shown  # in benchmarks/README.md: study/README.md
-    assert "](../nvidia_gpus.md#" in shown  # ../docs/nvidia_gpus.md
 
 
 def test_a_drawing_is_embedded_in_the_page():

@@ -23,7 +23,3 @@ def source():
 def test_a_message_on_the_page_is_in_the_library(message, source):
     parts = [part.strip() for part in message.split("...")]
     assert all(part in source for part in parts), [part for part in parts if part not in source]
-
-
-def test_there_are_enough():
-    assert len(MESSAGES) > 10

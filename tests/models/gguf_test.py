@@ -156,39 +156,18 @@ def test_llama3_scaling_is_found_in_the_divisors_of_the_frequencies(factor, writ
     place(file.config(), file)  # rope_freqs.weight is not a tensor of the decoder
 
 
-def test_divisors_that_are_not_llama3s_are_refused(written):
-    file = written(tensors={"rope_freqs.weight": np.array([1.0, 2.0, 3.0, 8.0], np.float32)})
-    with pytest.raises(ValueError, match=r"rope_freqs\.weight .* factor 8, original context 8192"):
-        file.config()
-
-
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"general.architecture": "gemma2"}, r"'gemma2' .*docs/bring_your_model\.md"),
-        ({"llama.attention.sliding_window": 4}, r"llama\.attention\.sliding_window=4 .*docs/bring_your_model\.md"),
-        ({"llama.expert_count": 8}, r"llama\.expert_count=8 .*docs/bring_your_model\.md"),
-        ({"llama.attention.value_length": 4}, r"llama\.attention\.value_length=4 .* 8"),
-        ({"llama.attention.head_count_kv": [2, 1]}, r"llama\.attention\.head_count_kv is \[2, 1\]"),
-        ({"llama.feed_forward_length": None}, r"llama\.feed_forward_length is None"),
-        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "RoPE scaling 'longrope'"),
-        (
-            {
-                "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0,
-                "llama.rope.scaling.original_context_length": 16, "llama.rope.scaling.yarn_beta_fast": 8.0,
-            },
-            r"RoPE scaling 'yarn' with \['llama\.rope\.scaling\.yarn_beta_fast'\] is not supported",
-        ),
+        ({"general.architecture": "gemma2"}, "gemma2"),
+        ({"llama.attention.sliding_window": 4}, r"llama\.attention\.sliding_window=4"),
+        ({"llama.expert_count": 8}, r"llama\.expert_count=8"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_refused_by_name(extra, message, written):
     with pytest.raises(ValueError, match=message):
         written(extra=extra).config()
-
-
-def test_a_gemma_file_without_its_window_is_refused(written):
-    with pytest.raises(ValueError, match=r"gemma3\.attention\.sliding_window is None"):
-        written(GEMMA, extra={"gemma3.attention.sliding_window": None}).config()
 
 
 def test_missing_and_unexpected_tensors_are_named(written):
@@ -199,27 +178,16 @@ def test_missing_and_unexpected_tensors_are_named(written):
         place(LLAMA, written(tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)}))
 
 
-@pytest.mark.parametrize("kept", [0, 3, 100, 0.3, 0.9], ids=str)
+@pytest.mark.parametrize("kept", [0, 0.3, 0.9])
 def test_a_truncated_file_is_refused_with_its_path(kept, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", LLAMA, tiny_params(LLAMA))
     content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
+    path.write_bytes(content[: int(len(content) * kept)])
     with pytest.raises(ValueError, match=r"cannot read .*model\.gguf"):
         GgufFile(path)
 
 
-def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"pip install -e '\.\[gguf\]'"):
-        GgufFile(tmp_path / "model.gguf")
-
-
-@pytest.mark.parametrize(("count", "refused"), [(0, False), (1, False), (3, True)])
-def test_one_of_several_files_of_a_model_is_refused_with_the_program_that_merges_them(
-    count, refused, written
-):
-    if not refused:
-        assert written(extra={"split.count": count}).config() == LLAMA
-        return
-    with pytest.raises(ValueError, match=r"model\.gguf: split\.count=3: .*llama-gguf-split --merge"):
-        written(extra={"split.count": count})
+def test_one_of_several_files_of_a_model_is_refused(written):
+    assert written(extra={"split.count": 1}).config() == LLAMA
+    with pytest.raises(ValueError, match=r"split\.count=3"):
+        written(extra={"split.count": 3})
