@@ -1,8 +1,4 @@
-"""The engine adapter against JetStream's own interface, and in its own orchestrator."""
-
-import asyncio
-import logging
-import threading
+"""The engine adapter against JetStream's own interface."""
 
 import jax
 import numpy as np
@@ -10,7 +6,6 @@ import pytest
 
 pytest.importorskip("jetstream", reason="needs the extra jetstream")
 
-from jetstream.core.utils.async_multifuture import AsyncMultifuture
 from jetstream.engine import engine_api
 
 from dapo_jax.dapo.rollouts import Prompt
@@ -147,52 +142,3 @@ def test_the_tokenizer_adds_no_token(serving):
     assert (tokens.tolist(), length) == ([2, 3, 4], 3)
     assert tokenizer.decode([2, 3, 1, 4]) == "abc"
     assert tokenizer.stop_tokens == {1}
-
-
-@pytest.fixture
-def orchestrator(monkeypatch):
-    """JetStream's orchestrator. Its import changes the root logger, it calls a function that jax has removed, and an error in one of its
-    threads kills the process."""
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    from jetstream.core import orchestrator
-
-    root.setLevel(level)
-    root.handlers[:] = handlers
-    monkeypatch.setattr(jax, "tree_map", jax.tree.map, raising=False)
-    monkeypatch.setattr(orchestrator.JetThread, "run", threading.Thread.run)
-    return orchestrator
-
-
-def test_jetstreams_own_driver_serves_the_engine(orchestrator, serving, sampled):
-    """Six requests at once in three slots. The limit is a multiple of the tokens per call: JetStream drops a block that exceeds it."""
-
-    class Driver(orchestrator.Driver):
-        def _generate_thread(self, idx):
-            """JetStream asserts that a slot is in use, and the last response may end just before. All slots are free then."""
-            while self.live:
-                try:
-                    super()._generate_thread(idx)
-                    break
-                except AssertionError:
-                    assert self._generate_slots[idx].qsize() == SLOTS
-
-    async def asked():
-        channels = [AsyncMultifuture() for _ in range(6)]
-        for channel in channels:
-            text = TOKENIZER.decode(PROMPT)
-            request = orchestrator.ActiveRequest(max_tokens=8, prefill_content=text, return_channel=channel)
-            driver.place_request_on_prefill_queue(request)
-        try:
-            async with asyncio.timeout(60):
-                return [
-                    [token async for [sample] in channel for token in sample.token_ids]
-                    for channel in channels
-                ]
-        finally:  # before the event loop is closed, which the driver's threads use
-            await asyncio.to_thread(driver.stop)
-
-    engine = serving()
-    params = engine.load_params()
-    driver = Driver([engine], [engine], [params], [params], interleaved_mode=True, jax_padding=False)
-    assert asyncio.run(asked()) == [sampled[:8]] * 6

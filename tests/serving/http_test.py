@@ -25,11 +25,7 @@ from tests.serving.servers import LIMIT, PROMPTS, ROOT, TOKENIZER, ask, running,
     ("module", "call", "message"),
     [
         ("http_server", lambda: serve_http("shipped:quickstart", HttpOptions()), r"aiohttp.*\.\[http\]"),
-        (
-            "jetstream_server",
-            lambda: serve("shipped:quickstart", ServeOptions()),
-            r"google-jetstream==0.2.2.*\.\[jetstream\]",
-        ),
+        ("jetstream_server", lambda: serve("shipped:quickstart", ServeOptions()), r"\.\[jetstream\]"),
     ],
 )
 def test_without_the_extra_the_error_names_it(module, call, message, monkeypatch):
@@ -50,35 +46,24 @@ def test_other_machines_need_a_key(host):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [
-        ("slots", 0), ("queue", -1), ("max_prompt_tokens", -1), ("port", 65536), ("temperature", math.nan), ("temperature", math.inf), ("temperature", 1e-9),
-        ("top_k", 2**31), ("seed", 2**32), ("follow_s", math.inf), ("follow_s", 0.0), ("page_tokens", -1),
-    ],
+    [("slots", 0), ("queue", -1), ("port", 65536), ("temperature", math.nan), ("temperature", 1e-9), ("seed", 2**32), ("follow_s", math.inf)],
 )  # fmt: skip
 def test_an_option_out_of_range_is_a_configuration_error(option, value):
     with pytest.raises(ConfigError, match=rf"{option.removesuffix('_s')}={value}"):
         HttpOptions(**{option: value})
 
 
-def test_a_system_prompt_needs_a_chat():
-    with pytest.raises(ConfigError, match="--chat"):
-        ServeOptions(system_prompt="Be brief.")
-
-
 @pytest.mark.parametrize(
-    "arguments",
-    [["--chat"], ["--system-prompt", "a"], ["--jetstream", "--model-name", "a"]],
+    ("arguments", "option"),
+    [
+        (["--chat"], "--chat"),
+        (["--jetstream", "--system-prompt", "a"], "--chat"),
+        (["--jetstream", "--model-name", "a"], "--model-name"),
+    ],
 )
-def test_options_of_the_other_server_are_refused(arguments, capsys):
+def test_options_that_do_not_fit_each_other_are_refused(arguments, option, capsys):
     assert main(["serve", "shipped:quickstart", *arguments]) == 2
-    option = next(each for each in arguments if each != "--jetstream")
     assert option in capsys.readouterr().err
-
-
-def test_the_former_option_for_http_is_answered_with_the_default(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["serve", "shipped:quickstart", "--http"])
-    assert re.search("--http; .*default.*leave --http out", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("server", [["http"], ["jetstream", "--jetstream"]])
@@ -91,20 +76,12 @@ def test_a_port_that_is_taken_is_found_before_the_model_is_loaded(server, capsys
 
 
 @pytest.mark.parametrize(
-    ("given", "lengths"),
+    ("options", "lengths"),
     [({}, (32, 32)), ({"max_prompt_tokens": 9}, (9, 55)), ({"max_response_tokens": 10}, (54, 10))],
 )
-def test_default_lengths_are_as_long_as_the_model_has_room_for(given, lengths, policies):
-    limits = limits_of("preset:none", policies[0], HttpOptions(**given))
+def test_default_lengths_are_as_long_as_the_model_has_room_for(options, lengths, policies):
+    limits = limits_of("preset:none", policies[0], HttpOptions(**options))
     assert (limits.max_prompt_tokens, limits.max_response_tokens) == lengths
-
-
-@pytest.mark.parametrize("given", [(64, 0), (60, 5), (0, 64)])
-def test_lengths_that_the_model_has_no_room_for_are_refused(given, policies):
-    with pytest.raises(ConfigError, match="the model has 64"):
-        limits_of(
-            "preset:none", policies[0], HttpOptions(max_prompt_tokens=given[0], max_response_tokens=given[1])
-        )
 
 
 def asked(server, text, **params):
@@ -146,20 +123,6 @@ def test_nothing_is_compiled_after_the_server_is_ready_and_each_request_is_one_l
     assert heads == [sampled, sampled, *last]
 
 
-def greedy_tokens(responses):
-    return {text: response.tokens.tolist() for text, response in responses.items()}
-
-
-def test_greedy_tokens_equal_those_of_the_sample_command(server, greedy):
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        found = dict(
-            zip(PROMPTS, pool.map(lambda text: asked(server, text, temperature=0), PROMPTS), strict=True)
-        )
-    assert {text: choice["token_ids"] for text, choice in found.items()} == greedy_tokens(greedy[0])
-    assert {choice["finish_reason"] for choice in found.values()} == {"stop", "length"}
-    assert {str(choice["spans"]) for choice in found.values()} == {"[{'first': 0, 'version': 1}]"}
-
-
 def test_every_option_reaches_the_loop(policies, monkeypatch):
     made = []
 
@@ -187,9 +150,16 @@ def test_every_option_reaches_the_loop(policies, monkeypatch):
 
 def test_a_run_is_followed_while_requests_run_and_nothing_compiles(server, run_dir, policies, greedy):
     """Twice, with four clients that send requests all the time: no request fails, and later answers are from the new weights."""
-    assert asked(server, PROMPTS[3], temperature=0)["token_ids"] == greedy[0][PROMPTS[3]].tokens.tolist()
+
+    def greedy_answer():
+        choice = asked(server, PROMPTS[3], temperature=0)
+        return choice["token_ids"], choice["spans"]
+
+    def expected(policy, step):
+        return greedy[policy][PROMPTS[3]].tokens.tolist(), [{"first": 0, "version": step}]
+
+    assert greedy_answer() == expected(0, 1)
     compiled = server.err.read_text().count("Compiling jit")
-    assert compiled > 0
     for step, policy in ((2, 1), (3, 0)):
         ending = []
         versions = []
@@ -205,13 +175,9 @@ def test_a_run_is_followed_while_requests_run_and_nothing_compiles(server, run_d
             ending.append(True)
             for each in clients:
                 each.result()
-        assert set(versions) <= {step - 1, step}
         assert step - 1 in versions
-        choice = asked(server, PROMPTS[3], temperature=0)
-        assert (choice["token_ids"], choice["spans"]) == (
-            greedy[policy][PROMPTS[3]].tokens.tolist(),
-            [{"first": 0, "version": step}],
-        )
+        assert set(versions) <= {step - 1, step}
+        assert greedy_answer() == expected(policy, step)
     assert server.err.read_text().count("Compiling jit") == compiled
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -128,16 +127,14 @@ def until(found, what):
 class Running:
     """`dapo-jax serve` in a process of its own."""
 
-    def __init__(self, folder, model, *arguments, http=True, key="", descriptors=0):
+    def __init__(self, folder, model, *arguments, http=True):
         self.out, self.err = folder / "out", folder / "err"
         command = [sys.executable, "-m", "dapo_jax.cli", "serve", model, *["--jetstream"] * (not http), "--port", 0, "--slots", 4, "--compilation-cache", "", *arguments]  # fmt: skip
-        environment = {**os.environ, "JAX_LOG_COMPILES": "0" if descriptors else "1", "DAPO_JAX_API_KEY": key}
+        environment = {**os.environ, "JAX_LOG_COMPILES": "1"}
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 list(map(str, command)), cwd=ROOT, stdout=out, stderr=err, env=environment, start_new_session=True
             )  # fmt: skip
-        if descriptors:
-            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
     def until(self, text):
         """Waits until the server has printed `text`."""
