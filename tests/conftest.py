@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
+from pathlib import Path
 
 # Two workers on a small machine: one compute thread each, or JAX's thread pools fight over the cores.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
@@ -62,6 +64,23 @@ def few_mappings():
     with contextlib.suppress(FileNotFoundError), open("/proc/self/maps", "rb") as maps:
         if sum(1 for _ in maps) > 20_000:
             jax.clear_caches()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--durations-file", help="write the durations of the slowest 100 tests to this file")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """A test's seconds are the sum of its setup, call and teardown. With workers, the sum of all is their time together."""
+    if (file := config.getoption("--durations-file")) is None:
+        return
+    seconds = Counter()
+    for report in terminalreporter.getreports("") + terminalreporter.getreports("passed"):
+        seconds[report.nodeid] += report.duration
+    slowest = [f"{spent:8.2f}  {name}" for name, spent in seconds.most_common(100)]
+    head = f"# {len(seconds)} tests took {seconds.total():.0f} s together. The slowest 100, in seconds:"
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text("\n".join([head, *slowest, ""]))
 
 
 def pytest_unconfigure():

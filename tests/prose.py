@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +46,11 @@ _ITEM = re.compile(r"\s*(?:[*-]|\d+\.|#+|\[\^\w+\]:)\s")
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+@cache
+def tree_of(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:

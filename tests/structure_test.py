@@ -61,7 +61,7 @@ def imports():
     }
     found = {}
     for name, path in modules.items():
-        tree = ast.parse(path.read_text())
+        tree = prose.tree_of(path)
         checked = [
             n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
         ]
@@ -97,7 +97,7 @@ def test_a_docstring_begins_with_its_subject():
     found = [
         f"{name_of(path)}:{line}: {text.splitlines()[0]}"
         for path in SOURCES
-        for line, text in prose.docstrings(ast.parse(path.read_text()))
+        for line, text in prose.docstrings(prose.tree_of(path))
         if re.match(r"(Of|Those|That|What|As|With)\b", text)
     ]
     assert not found, "\n".join(found)
@@ -141,7 +141,7 @@ def test_no_function_of_run_models_and_sampling_has_more_than_80_lines():
         f"{name_of(path)}:{node.name}"
         for room in ("run", "models", "sampling")
         for path in sorted((ROOT / "dapo_jax" / room).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(prose.tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 80
     }
     assert found == LONG_FUNCTIONS
@@ -151,7 +151,7 @@ def test_a_class_name_is_used_once():
     """Except `Builder`: TensorFlow Datasets asks for this name in the module of each dataset."""
     modules = defaultdict(list)
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(prose.tree_of(path)):
             if isinstance(node, ast.ClassDef) and node.name != "Builder":
                 modules[node.name].append(name_of(path))
     assert not {name: paths for name, paths in modules.items() if len(paths) > 1}
@@ -161,7 +161,7 @@ def test_docstrings_are_free_of_phrases_that_puzzle():
     found = [
         f"{name_of(path)}:{line}: {phrase}"
         for path in SOURCES
-        for line, text in prose.docstrings(ast.parse(path.read_text()))
+        for line, text in prose.docstrings(prose.tree_of(path))
         for phrase in prose.phrases(prose.without_code(text))
     ]
     assert not found, "\n".join(found)
