@@ -90,14 +90,6 @@ def test_microbatch_gradients_add_up(params, batch, aggregation):
         assert_equal_trees(jax.tree.map(lambda *xs: sum(xs), *parts), gradient_of(params, whole))
 
 
-def test_a_mean_over_each_microbatch_is_another_objective(params, batch):
-    """Without the weights each microbatch divides by its own tokens: neither sum nor average gives the minibatch."""
-    expected = gradient_of(params, weighted(batch, "token_mean"))["unembed"]
-    summed = sum(gradient_of(params, part)["unembed"] for part in split(batch, 4))
-    for wrong in (summed, summed / 4):
-        assert np.abs(wrong - expected).max() > 0.05 * np.abs(expected).max()
-
-
 def test_optax_multi_steps_averages_so_its_update_is_too_small(params, batch):
     """Four microbatches under plain SGD of rate 1: the update is minus the gradient over four."""
     whole = weighted(batch, "token_mean")
@@ -126,15 +118,6 @@ def test_shards_with_global_weights_equal_one_device(params, batch, mesh, aggreg
     sharded = over_devices(mesh, lambda p, b: jax.lax.psum(loss_fn(p, b), "data"), PartitionSpec())
     np.testing.assert_allclose(sharded(params, whole), loss_fn(params, whole), rtol=1e-5)
     assert_equal_trees(jax.grad(sharded)(params, whole), gradient_of(params, whole))
-
-
-def test_inside_shard_map_the_gradient_is_already_added_over_devices(params, batch, mesh):
-    """So one's own psum over four devices makes it four times too large."""
-    whole = weighted(batch, "token_mean")
-    inside = over_devices(mesh, jax.grad(loss_fn), PartitionSpec())
-    assert_equal_trees(inside(params, whole), gradient_of(params, whole))
-    twice = over_devices(mesh, lambda p, b: jax.lax.psum(jax.grad(loss_fn)(p, b), "data"), PartitionSpec())
-    assert_equal_trees(jax.tree.map(lambda x: x / 4, twice(params, whole)), gradient_of(params, whole))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

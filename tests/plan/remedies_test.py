@@ -8,7 +8,7 @@ from rich.console import Console
 from dapo_jax.config import load_config
 from dapo_jax.plan.compiled import Program, ProgramMemory
 from dapo_jax.plan.memory import phases
-from dapo_jax.plan.output import show, show_verdict
+from dapo_jax.plan.output import show_verdict
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.remedies import Tried, held_in
 from dapo_jax.plan.topologies import parse
@@ -83,16 +83,6 @@ def test_an_update_is_answered_with_fewer_rows_and_rematerialisation():
     assert last.startswith("parallel.fsdp=16 parallel.tensor=8 batch.rows_per_microbatch=16")
 
 
-def test_a_phase_of_several_programs_is_one_line_with_the_fullest(capsys):
-    made = failed()
-    programs = dict.fromkeys(("prefill_row", "prefill_row_head"), made.programs[0].memory)
-    programs["prefill_row"] = replace(programs["prefill_row"], temporaries=GIB)
-    found = phases(programs, made.resident, updates=made.work.updates)
-    show(replace(made, phases=found), Console(width=300))
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sampling: prefill")]
-    assert "added by prefill_row_head" in line
-
-
 def shown(made, capsys, tried=()):
     show_verdict(made, tried, Console(width=300))
     return capsys.readouterr().out.splitlines()
@@ -125,13 +115,3 @@ def test_the_last_line_is_the_verdict(capsys):
     )
     assert shown(failed(temporaries=0), capsys)[-1].startswith("FITS; sampling: decode needs ")
     assert shown(replace(over, programs=[], phases=[]), capsys) == []
-
-
-def test_a_smaller_scalar_memory_is_one_block(capsys):
-    made = failed(refused=True)
-    smem = [
-        replace(made.programs[0], name=name, refusal="memory space smem") for name in ("generate", "paused")
-    ]
-    lines = shown(replace(made, programs=smem), capsys)
-    assert [line for line in lines if "sampling.page_tokens" in line] == [lines[1]]
-    assert "(programs: 2)" in lines[0]

@@ -1,13 +1,10 @@
 """Sizes of models without their weights."""
 
-import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from dapo_jax.cli import main
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.models.presets import PRESETS
 from dapo_jax.plan.sizes import decoder_of
@@ -45,14 +42,3 @@ def test_an_unknown_repository_is_answered_with_the_nearest_and_the_families(sou
 def test_a_folder_needs_only_its_config(tmp_path):
     shutil.copy(Path(__file__).parents[1] / "golden" / "qwen3" / "config.json", tmp_path)
     assert decoder_of(ModelConfig(source=str(tmp_path))).vocab_size == 48
-
-
-@pytest.mark.parametrize("options", [[], ["--sweep"]])
-def test_an_architecture_that_is_not_covered_is_reported_first(options, tmp_path, capsys, monkeypatch):
-    """Even if the mesh does not fit the devices and libtpu is missing."""
-    described = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    monkeypatch.setitem(sys.modules, "libtpu", None)
-    arguments = [f"model.source={tmp_path}", "parallel.fsdp=3", "--topology", "v5p:4x4x8", *options]
-    assert main(["plan", "configs/dapo_qwen2.5_32b.yaml", *arguments]) == 2
-    assert "mixtral" in capsys.readouterr().err

@@ -39,18 +39,11 @@ def test_known_names_are_parsed(name, full, chips, hosts):
     ("name", "nearest"),
     [
         ("v6e-7", "v6e-4, v6e:2x2, v6e-8, v6e:2x4"),
-        ("v5e:3x3", "v5e-8, v5e:2x4"),
         ("v5p:4x4", "v5p-32, v5p:2x2x4"),
         ("v5pod-8", "v5litepod-8"),
         ("h100", "h100:1, h100:2, h100:4, h100:8"),
-        ("h100-8", "h100:1, h100:2, h100:4, h100:8"),
-        ("h100:-8", "h100:1, h100:2, h100:4, h100:8"),
-        ("h100:2x8", "h100:1, h100:2, h100:4, h100:8"),
         ("H100:8", "h100:8"),
-        ("h1000:8", "h100:8"),
-        ("8xh100", "h100:8"),
         ("a100:8", "a100-80gb:1, a100-80gb:2, a100-80gb:4, a100-80gb:8"),
-        ("l40:1", "l40s:1"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
@@ -63,11 +56,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
     ("name", "found", "remedy"),
     [
         ("h100:0", "0 GPUs", "h100:8 or h100x4:16"),
-        ("h100x0:8", "machines of 0", "h100:8 or h100x4:16"),
         ("h100x16:32", "machines of 16", "h100:8 or h100x4:16"),
         ("h100:12", "12 GPUs", "h100:8, h100:16, or h100x6:12"),
-        ("h100x3:16", "16 GPUs", "h100x3:15, h100x3:18, or h100x4:16"),
-        ("b200x4:6", "6 GPUs", "b200:4, b200x4:8, or b200x6:6"),
     ],
 )
 def test_machines_that_cannot_be_filled_are_answered_with_some_that_can(name, found, remedy):

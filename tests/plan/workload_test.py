@@ -86,12 +86,6 @@ def test_the_mean_context_is_over_tokens():
     assert two.attended == (6 + 28) / 2  # 1 + 2 + 3, and 1 + ... + 7
 
 
-@pytest.mark.parametrize("tokens", [0.0, 49.0])
-def test_lengths_beyond_the_configuration_are_refused(tokens):
-    with pytest.raises(ConfigError, match=r"sampling\.max_response_tokens = 48"):
-        workload_of(CONFIG, Assumptions(response_tokens=tokens))
-
-
 def with_turns(**sampling):
     sampling = replace(CONFIG.sampling, **sampling)
     return replace(CONFIG, environment=EnvironmentConfig(source="guess", max_turns=5), sampling=sampling)
@@ -113,9 +107,14 @@ def test_kept_episodes_are_not_re_prefilled_and_the_largest_cost_is_named():
     assert plain.reprefills == 0, "there is no environment"
 
 
-@pytest.mark.parametrize("turns", [0.5, 5.5])
-def test_turns_beyond_the_configuration_are_refused(turns):
-    with pytest.raises(ConfigError, match=r"environment\.max_turns = 5"):
-        workload_of(with_turns(), Assumptions(turns=turns))
-    with pytest.raises(ConfigError, match=r"--turns=.*environment\.source"):
-        workload_of(CONFIG, Assumptions(turns=turns))
+@pytest.mark.parametrize(
+    ("config", "assumed", "match"),
+    [
+        (CONFIG, {"response_tokens": 49.0}, r"sampling\.max_response_tokens = 48"),
+        (with_turns(), {"turns": 5.5}, r"environment\.max_turns = 5"),
+        (CONFIG, {"turns": 2.0}, r"--turns=.*environment\.source"),
+    ],
+)
+def test_assumptions_beyond_the_configuration_are_refused(config, assumed, match):
+    with pytest.raises(ConfigError, match=match):
+        workload_of(config, Assumptions(**assumed))

@@ -223,12 +223,6 @@ def test_end_tokens_that_only_the_model_s_configuration_named_survive_saving(tmp
     [
         (files_of(eos_token=None), "add eos_token to tokenizer_config.json"),
         (files_of(eos_token="<|eot_id|>"), r"eos_token '<\|eot_id\|>' is not in the vocabulary"),
-        (files_of() | {"tokenizer_config.json": b"[1]"}, "tokenizer_config.json contains a list"),
-        (files_of() | {"tokenizer_config.json": b"{"}, "tokenizer_config.json is not a JSON file"),
-        (
-            files_of() | {"tokenizer.json": b'{"model": {"type": "?"}}'},
-            "tokenizer.json cannot be loaded by the library tokenizers",
-        ),
     ],
 )
 def test_files_that_do_not_fit_are_refused(files, message):
@@ -360,18 +354,14 @@ def large(expression):
     ("tokenizer", "model", "warns"),
     [
         (WRONG, {"model_type": "mistral"}, True),
-        (WRONG, {"model_type": "mistral3", "transformers_version": "4.50.0.dev0"}, True),
         (WRONG, {"model_type": "mistral", "transformers_version": "5.0.0"}, False),
         (WRONG, {"model_type": "llama"}, False),
-        (WRONG, {}, False),
         (RIGHT, {"model_type": "mistral"}, False),
-        (None, {"model_type": "mistral"}, False),
     ],
 )
 def test_the_wrong_expression_of_mistrals_tokenizer_is_named_as_in_transformers(tokenizer, model, warns):
-    """The conditions of transformers 5.24 for a folder; we also compare the expression. The small tokenizer has 320 tokens."""
-    content = byte_level_json() if tokenizer is None else large(tokenizer)
+    """The conditions of transformers 5.24 for a folder; we also compare the expression."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made(content, model=model)
+        made(large(tokenizer), model=model)
     assert [("fix_mistral_regex=True" in str(one.message)) for one in caught] == [True] * warns

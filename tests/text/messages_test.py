@@ -134,10 +134,7 @@ def test_the_canonical_form_is_the_documented_one():
 
 BROKEN = [
     ({"role": "assistant", "tool_calls": [wrapped("f", "{")]}, "message 1: tool call 0: its arguments are not JSON"),
-    ({"role": "assistant", "tool_calls": [wrapped("f", 3)]}, "tool call 0: its arguments must be a JSON object"),
     ({"role": "assistant", "tool_calls": [wrapped(None, {})]}, "tool call 0: the name of its function must be a string"),
-    ({"role": "assistant", "tool_calls": ["f"]}, "message 1: tool call 0 is 'f'"),
-    ({"role": "assistant", "tool_calls": "f"}, "message 1: 'tool_calls' must be a list"),
     ({"role": "assistant", "content": None}, "message 1: 'content' must be a string"),
     ({"role": "assistant", "content": [{"type": "image_url", "image_url": "x"}]}, "message 1: 'content' has the part"),
     ({"role": "assistant", "content": "", "x": json.loads("[" * 70 + "]" * 70)}, "nested more than 64 levels"),
