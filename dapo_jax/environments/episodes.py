@@ -138,7 +138,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         Raises:
             ConfigError: the chat template would lose every episode, for example because it has no place for tools.
         """
-        with self.apart():
+        with self.kept_separate():
             before = self.start(prompt, 0).result()
             opened = self._open[prompt.ordinal, 0]
         if opened.every:
@@ -156,7 +156,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         return replace(self._open[prompt.ordinal, index].standing)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def kept_separate(self) -> Iterator[None]:
         """Context manager, for example for an evaluation. Episodes inside are kept separate from outer episodes with the same prompt ordinals."""
         opened, self._open = self._open, {}
         try:
@@ -190,61 +190,61 @@ class Episodes(AbstractContextManager["Episodes"]):
 
         If every episode of the run so far was lost, the environment must be at fault, so the future raises RewardError.
         """
-        found: Future[list[Verdict]] = Future()
+        verdicts: Future[list[Verdict]] = Future()
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
-        for one in opened:
-            if not one.standing.lost and not one.standing.rewards:
-                one.lose(LostError(_NO_ROOM.format(begins=one.begins)))
+        for state in opened:
+            if not state.standing.lost and not state.standing.rewards:
+                state.lose(LostError(_NO_ROOM.format(begins=state.begins)))
         group_rewards = getattr(self._environment, "group_rewards", None)
         if group_rewards is None:
-            self._judge(opened, found)
+            self._judge(opened, verdicts)
             self._soon(self._closed(opened))
-            return found
+            return verdicts
 
         async def compare() -> None:
             await self._compare(group_rewards, opened)
-            self._judge(opened, found)
+            self._judge(opened, verdicts)
             await self._closed(opened)
 
         def settle(_: Future[None]) -> None:
-            if not found.done():  # environment code cancelled the task
+            if not verdicts.done():  # environment code cancelled the task
                 reason = "the task that compares the rewards of a group was cancelled"
-                found.set_result([Verdict(correct=False, lost="raised", reason=reason)] * len(opened))
+                verdicts.set_result([Verdict(correct=False, lost="raised", reason=reason)] * len(opened))
 
         self._soon(compare()).add_done_callback(settle)
-        return found
+        return verdicts
 
     def _soon(self, closing: Coroutine[Any, Any, None]) -> Future[None]:
         """Schedules a coroutine that closes episodes when it ends. `Episodes.close` waits for this coroutine."""
         self._closings.append(self._loop.submit(closing))
         return self._closings[-1]
 
-    def _judge(self, opened: Sequence[_Open], found: Future[list[Verdict]]) -> None:
-        """Sets the result of the future `found` to the verdicts on the episodes of one prompt."""
+    def _judge(self, opened: Sequence[_Open], verdicts: Future[list[Verdict]]) -> None:
+        """Sets the result of the future `verdicts` to the verdicts on the episodes of one prompt."""
         self._judged, self._prompts_judged = self._judged + len(opened), self._prompts_judged + 1
-        self._all_lost = self._all_lost and all(one.standing.lost for one in opened)
+        self._all_lost = self._all_lost and all(state.standing.lost for state in opened)
         if self._all_lost and self._prompts_judged >= _PROMPTS and self._judged >= _EPISODES:
-            found.set_exception(
+            verdicts.set_exception(
                 RewardError(
                     f"environment {self._name}: all {self._judged} episodes so far, of {self._prompts_judged} prompts, were lost, the last one "
                     f"because: {opened[-1].standing.reason}; fix the environment"
                 )
             )
         else:
-            found.set_result([_verdict(one.standing, one.score) for one in opened])
+            verdicts.set_result([_verdict(state.standing, state.score) for state in opened])
 
     async def _compare(self, group_rewards: Callable[..., Any], opened: Sequence[_Open]) -> None:
         """Sets the rewards from `group_rewards` for the episodes that are not lost. If the call fails, these episodes are all lost."""
-        for one in opened:
-            await self._guarded(one, partial(self._catch_up, one))
-        kept = [one for one in opened if not one.standing.lost]
+        for state in opened:
+            await self._guarded(state, partial(self._catch_up, state))
+        kept = [state for state in opened if not state.standing.lost]
         try:
-            given = await self._called(group_rewards, [one.episode for one in kept])
-            for one, score in zip(kept, checked_scores(given, count=len(kept)), strict=True):
-                one.score = score
+            rewards = await self._called(group_rewards, [state.episode for state in kept])
+            for state, score in zip(kept, checked_scores(rewards, count=len(kept)), strict=True):
+                state.score = score
         except Exception as error:
-            for one in kept:
-                one.lose(lost_by(error))
+            for state in kept:
+                state.lose(lost_by(error))
 
     def close(self) -> None:
         """Closes the open episodes and ends the thread. Waits only a few seconds; calls that are still in progress are abandoned."""
@@ -271,8 +271,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         """Creates the episode, calls its `start` and returns the result. Raises LostError if either call fails."""
         prompt = opened.prompt
         seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
-        own = {name: copied(value) for name, value in prompt.row.items()}
-        row = {"prompt": prompt.text, "answer": prompt.answer, **own}
+        row = {"prompt": prompt.text, "answer": prompt.answer, **copied(dict(prompt.row))}
         opened.episode = checked_episode(await self._called(self._environment.episode, row, seed))
         start = getattr(opened.episode, "start", None)
         begins = None if start is None else await self._called(start)
@@ -290,9 +289,9 @@ class Episodes(AbstractContextManager["Episodes"]):
     async def _closed(self, opened: Sequence[_Open]) -> None:
         """Calls the `close` method of each episode that has one. Errors are ignored."""
 
-        async def close(one: _Open) -> None:
+        async def close(state: _Open) -> None:
             with suppress(Exception):
-                if callable(end := getattr(one.episode, "close", None)):
+                if callable(end := getattr(state.episode, "close", None)):
                     await self._called(end)
 
         await asyncio.gather(*map(close, opened))
@@ -352,10 +351,10 @@ class Episodes(AbstractContextManager["Episodes"]):
         return answered
 
 
-def _verdict(one: Standing, score: float | None) -> Verdict:
-    if one.lost:
-        return Verdict(correct=False, lost=one.lost, reason=one.reason, parts=one.metrics)
+def _verdict(standing: Standing, score: float | None) -> Verdict:
+    if standing.lost:
+        return Verdict(correct=False, lost=standing.lost, reason=standing.reason, parts=standing.metrics)
     # A reward from `group_rewards` replaces the rewards of the turns, and is assigned to the last turn.
-    rewards = one.rewards if score is None else (*[0.0] * len(one.rewards[1:]), score)
-    correct = sum(rewards) > 0 if one.correct is None else one.correct
-    return Verdict(correct=correct, score=sum(rewards), parts=one.metrics, turn_rewards=rewards)
+    rewards = standing.rewards if score is None else (*[0.0] * len(standing.rewards[1:]), score)
+    correct = sum(rewards) > 0 if standing.correct is None else standing.correct
+    return Verdict(correct=correct, score=sum(rewards), parts=standing.metrics, turn_rewards=rewards)

@@ -135,7 +135,7 @@ class GroupSampling:
             StoppedError: the run was asked to stop. Raised in every process.
         """
         weights, found = self.transfer(params), dict[str, list[Group]]()
-        with nullcontext() if self._episodes is None else self._episodes.apart():
+        with nullcontext() if self._episodes is None else self._episodes.kept_separate():
             for name, prompts in self._held_out.items():
                 groups = self._sampler.evaluate(
                     weights,
