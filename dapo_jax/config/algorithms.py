@@ -2,12 +2,12 @@
 
 from typing import Any
 
-CLIPS = ("clip_ratio_low", "clip_ratio_high", "dual_clip")
+CLIPS = ("clip_ratio_low", "clip_ratio_high")
 OBJECTIVES = {
-    "clip": CLIPS,
-    "gspo": CLIPS[:2],
-    "gspo_token": CLIPS[:2],
-    "gmpo": CLIPS[:2],
+    "clip": (*CLIPS, "dual_clip"),
+    "gspo": CLIPS,
+    "gspo_token": CLIPS,
+    "gmpo": CLIPS,
     "cispo": ("floor", "cap"),
     "sapo": ("tau_positive", "tau_negative"),
     "dppo": ("divergence", "delta_low", "delta_high", "cap", "kl"),
@@ -17,26 +17,23 @@ OBJECTIVES = {
     "topr": (),
     "kl_cov": ("coef",),
 }
-"""Maps each built-in `loss.objective` to its options: the keys in `CLIPS` that it reads, and the names that `loss.options` may contain."""
+"""Maps each built-in `loss.objective` to the keys in `CLIPS` that it reads, and to the names of its options."""
 
 SELECTIONS = {
     "all": (), "high_entropy": ("frac",), "low_covariance": ("frac", "low", "high"), "high_covariance": ("frac",),
     "low_second_moment": ("limit",),
 }  # fmt: skip
-"""Maps each `loss.select` to the names that `loss.select_options` may contain."""
+"""Maps each `loss.select` to the names of its options."""
 
 GROUND: dict[str, Any] = {
     "loss.objective": "clip",
-    "loss.options": {},
     "loss.clip_ratio_low": 0.2,
     "loss.clip_ratio_high": 0.2,
-    "loss.dual_clip": None,
     "loss.aggregation": "token_mean",
     "loss.old_logprobs": "trainer",
     "loss.kl_coef": 0.0,
     "loss.kl_estimator": "k3",
     "loss.select": "all",
-    "loss.select_options": {},
     "loss.drop_off_policy": None,
     "advantage.baseline": "group_mean",
     "advantage.scale": "group_std",
@@ -56,11 +53,11 @@ def _clip(low: float, high: float) -> dict[str, Any]:
 
 
 def _objective(name: str, **options: Any) -> dict[str, Any]:
-    return {"loss.objective": name, "loss.options": options}
+    return {"loss.objective": {name: options} if options else name}
 
 
 def _select(name: str, **options: Any) -> dict[str, Any]:
-    return {"loss.select": name, "loss.select_options": options}
+    return {"loss.select": {name: options}}
 
 
 _BY_SEQUENCE = {"loss.aggregation": "sequence_mean"}
@@ -134,7 +131,7 @@ NOT_OFFERED = {
     "tis": "truncated importance sampling can be combined with every algorithm except vespo: set loss.correction=truncate",
     "icepop": "it can be combined with every algorithm except vespo: set loss.correction=mask",
     "mis": "masked importance sampling can be combined with every algorithm except vespo: set loss.correction=mask for tokens, or keep_responses for responses",
-    "two_sided_clip": "it is an algorithm with clipping and a dual clip: set loss.dual_clip=4",
+    "two_sided_clip": "it is an algorithm with clipping and a dual clip: set loss.objective={clip: {dual_clip: 4}}",
 }
 """Maps names of algorithms that are not offered to the reason and the alternative."""
 

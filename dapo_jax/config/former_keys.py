@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
-from dapo_jax.config.keys import ConfigError, shown
+from dapo_jax.config.keys import ConfigError, named, shown
 
 Values: TypeAlias = dict[Any, Any]
 """A configuration as nested mappings."""
@@ -70,7 +70,29 @@ def _mismatch(value: Any, values: Values) -> Mapping[str, Any]:
     return {"guard.max_mismatch_kl": None} if value == "warn" else {}
 
 
+def _options(key: str, default: str) -> Former:
+    """The options of the objective or of the selection, which are below its name today."""
+
+    def convert(value: Any, values: Values) -> Mapping[str, Any]:
+        name, options = named(value_of(values, key) or default)
+        return {key: {name: {**options, **value}}} if value else {}
+
+    return Former(convert)
+
+
+def _dual_clip(value: Any, values: Values) -> Mapping[str, Any]:
+    return {} if value is None else _options("loss.objective", "clip").convert({"dual_clip": value}, values)
+
+
+def _importance_cap(value: Any, values: Values) -> Mapping[str, Any]:
+    return {} if value is None else {"loss.importance_range": [0, value]}
+
+
 FORMER = {
+    "loss.options": _options("loss.objective", "clip"),
+    "loss.select_options": _options("loss.select", "all"),
+    "loss.dual_clip": Former(_dual_clip),
+    "loss.importance_cap": Former(_importance_cap),
     "rollout.max_age_steps": _moved("rollout.max_staleness"),
     "guard.on_mismatch": Former(_mismatch, "above guard.max_mismatch_kl, a run always stops"),
     "checkpoint.grace_s": _fixed("a stopped run always has 25 seconds for its last checkpoint"),

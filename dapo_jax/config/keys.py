@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field
 from types import NoneType
@@ -116,7 +116,11 @@ def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES
     Raises:
         ConfigError: the value is not allowed. The message names the key, the value and the remedy.
     """
-    if get_origin(expected) is list:
+    if takes_mapping(expected) and isinstance(value, dict):
+        _check_mapping(key, value)
+        if get_origin(expected) is not dict:
+            value = _checked_name(key, value)
+    elif get_origin(expected) is list:
         [kind] = get_args(expected)
         if not isinstance(value, list):
             noun = {str: "text", int: "whole numbers", float: "numbers"}.get(kind, "mappings")
@@ -136,6 +140,38 @@ def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES
         refuse(key, value, " or ".join(rules.choices), remedy)
     if rules.not_empty and not str(value).strip():
         refuse(key, value, "a name", "write one")
+
+
+def takes_mapping(expected: Any) -> bool:
+    """Returns whether a value of an annotated type may be a mapping."""
+    return any(get_origin(kind) is dict for kind in (expected, *get_args(expected)))
+
+
+class Named(NamedTuple):
+    """The value of a key that accepts `NAME` and `{NAME: {OPTION: value}}`."""
+
+    name: str
+    options: dict[str, Any]
+
+
+def named(value: str | Mapping[str, Any]) -> Named:
+    """Returns a name with its options.
+
+    >>> named({"cispo": {"cap": 5}})
+    Named(name='cispo', options={'cap': 5})
+    """
+    [(name, options)] = {value: {}}.items() if isinstance(value, str) else value.items()
+    return Named(name, options)
+
+
+def _checked_name(key: str, value: dict[str, Any]) -> str:
+    """Checks that a mapping has the form `{NAME: {OPTION: value}}`, and returns the name."""
+    if len(value) != 1:
+        refuse(key, value, "one name with its options", "write for example {cispo: {cap: 5}}")
+    [(name, options)] = value.items()
+    if not isinstance(options, dict) or not options:
+        refuse(f"{key}.{name}", options, "options", f"write the name alone: {key}={name}")
+    return name
 
 
 def _check_type(key: str, value: object, expected: Any) -> None:

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from os import PathLike
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin, overload
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, overload
 
 import yaml
 
 from dapo_jax.config.algorithms import ALGORITHMS, DEFINING, NOT_OFFERED, OTHER_NAMES
-from dapo_jax.config.former_keys import converted, has, is_former, put, refuse_former
-from dapo_jax.config.keys import ConfigError, needed, prefixed, refuse, shown
+from dapo_jax.config.former_keys import converted, has, is_former, put, refuse_former, value_of
+from dapo_jax.config.keys import ConfigError, named, needed, prefixed, refuse, shown, takes_mapping
 from dapo_jax.config.other_libraries import of_another_library, unknown_key
 from dapo_jax.config.reading import read_file, read_yaml, shipped_configs, write_yaml
 from dapo_jax.config.schema import EvaluateConfig, SftConfig, TrainConfig, evaluation_of
@@ -133,7 +133,8 @@ def _load(
         _check_names(content, schema, kinds)
         if algorithm is not None:
             row = _row(algorithm)
-            if both := [key for key in DEFINING if key in row and has(content, key)]:
+            given = [key for key in DEFINING if key in row and has(content, key)]
+            if both := [key for key in given if not _same_name(value_of(content, key), row[key])]:
                 remedy = "keys in a file have no order: remove one of them, or write all keys of the algorithm instead of its name"
                 refuse("algorithm", algorithm, f"a file without {both[0]}, which the algorithm sets", remedy)
             for key in [] if places else [key for key in row if not has(content, key)]:
@@ -169,6 +170,11 @@ def _row(name: str) -> dict[str, Any]:
         near = nearest(name, [*ALGORITHMS, *OTHER_NAMES], least=0.0)[0]
         refuse("algorithm", name, f"one of {', '.join(ALGORITHMS)}", f"did you mean {near}?")
     return ALGORITHMS[name]
+
+
+def _same_name(value: Any, row: Any) -> bool:
+    """Returns True if a file only sets options of the objective or of the selection in an algorithm's row."""
+    return isinstance(value, dict) and isinstance(row, str | dict) and [*value] == [named(row).name]
 
 
 def _check_names(section: dict[Any, Any], schema: type, kinds: Mapping[str, Any], prefix: str = "") -> None:
@@ -222,7 +228,7 @@ def _parse_override(override: str, kinds: Mapping[str, Any], content: dict[Any, 
     if _is_section(key, kinds):
         keys = ", ".join(each for each in kinds if each.startswith(f"{key}."))
         raise ConfigError(f"{key} = {text} would replace a whole section; override one of its keys: {keys}")
-    mappings = [f"{each}." for each, kind in kinds.items() if get_origin(kind) is dict]
+    mappings = [f"{each}." for each, kind in kinds.items() if takes_mapping(kind)]
     if key not in kinds and not key.startswith(tuple(mappings)):
         if is_former(key):
             former = dict[Any, Any]()

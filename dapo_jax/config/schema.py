@@ -5,12 +5,23 @@ specifies a value, that value is the default, and the documentation names the eq
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from dapo_jax.config.algorithms import ALGORITHMS, CLIPS, OBJECTIVES, OTHER_NAMES, SELECTIONS
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
-from dapo_jax.config.keys import POSITIVE, SEED, SIZE, Range, key, refuse
+from dapo_jax.config.keys import (
+    POSITIVE,
+    SEED,
+    SIZE,
+    Range,
+    Rules,
+    check_value,
+    key,
+    named,
+    refuse,
+)
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
 from dapo_jax.hints import nearest
 
@@ -23,6 +34,7 @@ ROUNDS = Range("0 to 1000", lambda v: 0 <= v <= 1000)
 AXIS = Range("1 or more devices, or -1 for all remaining devices", lambda v: v >= 1 or v == -1)
 STEPS = Range("0 or more (0: evaluate only)", lambda v: v >= 0)
 CLIP = Range("more than 0 and at most 1", lambda v: 0 < v <= 1)
+DUAL_CLIP = Rules(range=Range("more than 1, or null (off)", lambda v: v > 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +122,9 @@ class SamplingConfig(Section, at="sampling"):
         "", choices=["", "int8", "float8_e4m3fn"], aliases="kv_cache_dtype", may_change=True
     )
     """Dtype of cached keys and values. Defaults to model.compute_dtype. The 8-bit types use one scale per token and head. Compared with bfloat16, the cache stores twice as many
-    tokens and is read twice as fast. The sampler's log-probabilities then differ more from the trainer's, so training needs loss.importance_cap or another loss.correction."""
+    tokens and is read twice as fast. The sampler's log-probabilities then differ more from the trainer's, so training needs loss.importance_range=[0,2] or another loss.correction."""
     weight_dtype: str = key("", choices=["", "int8"], aliases="quantization", may_change=True)
-    """Dtype of the sampler's weight matrices. Defaults to model.compute_dtype. int8 uses one scale per output feature. Training then needs loss.importance_cap or another loss.correction."""
+    """Dtype of the sampler's weight matrices. Defaults to model.compute_dtype. int8 uses one scale per output feature. Training then needs loss.importance_range=[0,2] or another loss.correction."""
     batch_invariant: bool = key(False, may_change=True)
     """Make log-probabilities bitwise independent of the other responses in the batch, of `sampling.slots` and of the number of processes. Each device then decodes eight
     slots at a time and prefills each prompt separately, which is slower. If false, log-probabilities depend on these three, but only by rounding."""
@@ -320,7 +332,9 @@ class Correction(NamedTuple):
     """Largest weight that is kept, or for truncate, the cap."""
 
 
-IMPORTANCE_RANGES = {"mask": (0.5, 2.0), "keep_responses": (0.99, 1.01)}
+IMPORTANCE_RANGES = {
+    "truncate": (0.0, 2.0), "truncate_responses": (0.0, 2.0), "mask": (0.5, 2.0), "keep_responses": (0.99, 1.01),
+}  # fmt: skip
 """Smallest and largest weight for each correction, if `loss.importance_range` is empty."""
 
 
@@ -328,21 +342,18 @@ IMPORTANCE_RANGES = {"mask": (0.5, 2.0), "keep_responses": (0.99, 1.01)}
 class LossConfig(Section, at="loss"):
     """The loss, and the old log-probabilities, importance weights, token selection and KL penalty in it."""
 
-    objective: str = key(
-        "clip", not_empty=True, aliases="loss_mode policy_loss_type loss_type importance_sampling_level"
+    objective: str | dict[str, Any] = key(
+        "clip",
+        not_empty=True,
+        aliases="loss_mode policy_loss_type loss_type importance_sampling_level clip_ratio_c delta",
     )
     """The loss function: a name in `dapo_jax.dapo.objectives.OBJECTIVES` (clip, gspo, gspo_token, gmpo, cispo, sapo, dppo, vespo, reinforce, dro, topr, kl_cov), `module:function`,
-    or `path/to/file.py:function`. clip is the loss of the paper, `dapo_jax.dapo_loss`. `algorithm: NAME` sets the objective and all keys that belong to it (see algorithms.md)."""
-    options: dict[str, Any] = key(default_factory=dict)
-    """Values for the options of the objective, which are the keyword parameters that have a default, for example {cap: 5}. The clip ratios and the dual clip are keys of their own."""
+    or `path/to/file.py:function`. clip is the loss of the paper, `dapo_jax.dapo_loss`. `algorithm: NAME` sets the objective and all keys that belong to it (see algorithms.md).
+    Options are the objective's keyword parameters that have a default. Write them below the name, for example {cispo: {cap: 5}} or {clip: {dual_clip: 10}}. The clip ratios are keys of their own."""
     clip_ratio_low: float = key(0.2, range=CLIP, aliases="epsilon clip_ratio clip_lower")
     """Lower clip range, eps_low in Eq. 8."""
     clip_ratio_high: float = key(0.28, range=POSITIVE, aliases="epsilon_high clip_higher")
     """Upper clip range, eps_high in Eq. 8. With the same value as `clip_ratio_low`, this is the plain PPO clip."""
-    dual_clip: float | None = key(
-        None, range=Range("more than 1, or null (off)", lambda v: v > 1), aliases="clip_ratio_c delta"
-    )
-    """Constant c of the dual clip: for a negative advantage A, the token loss is at most c |A|. null turns it off."""
     aggregation: str = key(
         "token_mean",
         choices=["token_mean", "prompt_mean", "sequence_mean", "token_sum_norm", "sequence_sum"],
@@ -358,29 +369,26 @@ class LossConfig(Section, at="loss"):
         choices=["auto", "none", "truncate", "mask", "keep_responses", "truncate_responses"],
         aliases="rollout_is rollout_rs rollout_is_mode tis vllm_importance_sampling_correction vllm_importance_sampling_mode",
     )
-    """Importance weights that correct for tokens sampled with older or rounded weights. They are computed from each token's ratio pi_old / pi_sampler. truncate: min(ratio, `importance_cap`).
+    """Importance weights that correct for tokens sampled with older or rounded weights. They are computed from each token's ratio pi_old / pi_sampler. truncate: min(ratio, C), where `importance_range` is [0, C].
     mask: the ratio, or 0 outside `importance_range`. keep_responses: the ratio, or 0 if the geometric mean of the ratios in the response is outside the range. truncate_responses:
-    min(product of the ratios in the response, `importance_cap`) for all tokens of the response. In an episode with several contexts, each context counts as a response. auto: truncate if `rollout.in_flight` or `importance_cap` is set, else none. With `old_logprobs: sampler`, auto means none, because the policy ratio of the loss already corrects for this."""
-    importance_cap: float | None = key(
-        None,
-        range=Range("1 or more, or null", lambda v: v >= 1),
-        aliases="tis_imp_ratio_cap vllm_importance_sampling_cap truncated_importance_sampling_ratio_cap rollout_is_threshold vllm_importance_sampling_clip_max",
-    )
-    """Largest weight for the corrections truncate and truncate_responses. If it is set, `correction: auto` means truncate. null means 2."""
+    min(product of the ratios in the response, C) for all tokens of the response. In an episode with several contexts, each context counts as a response. auto: truncate if `rollout.in_flight` or `importance_range` is set, else none. With `old_logprobs: sampler`, auto means none, because the policy ratio of the loss already corrects for this."""
     importance_range: list[float] = key(
         default_factory=list,
-        aliases="rollout_rs_threshold rollout_rs_threshold_lower rollout_is_threshold_lower vllm_importance_sampling_clip_min",
+        aliases="tis_imp_ratio_cap vllm_importance_sampling_cap truncated_importance_sampling_ratio_cap rollout_is_threshold vllm_importance_sampling_clip_max "
+        "rollout_rs_threshold rollout_rs_threshold_lower rollout_is_threshold_lower vllm_importance_sampling_clip_min",
     )
     """Range of the ratio that mask keeps, or of the geometric mean that keep_responses keeps. Tokens or responses outside this range are excluded from the loss,
-    but they count in the baseline and in the scale of the advantages, and in the mean over tokens. If empty, the range is [0.5, 2.0] for mask and [0.99, 1.01] for keep_responses."""
+    but they count in the baseline and in the scale of the advantages, and in the mean over tokens. For truncate and truncate_responses, [0, C] sets the largest weight C.
+    If empty, the range is [0, 2] for truncate and truncate_responses, [0.5, 2] for mask and [0.99, 1.01] for keep_responses."""
     drop_off_policy: float | None = key(None, aliases="off_policy_mask_threshold")
     """Exclude responses with a negative advantage whose mean log(pi_sampler / pi) over the tokens exceeds this limit, in nats per token (DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556). pi is the policy of the current update. null keeps all responses."""
-    select: str = key("all", choices=[*SELECTIONS], aliases="top_entropy_quantile")
+    select: str | dict[str, Any] = key(
+        "all", choices=[*SELECTIONS], aliases="top_entropy_quantile clip_cov_ratio kl_cov_ratio"
+    )
     """Tokens of an update that enter the loss, selected once per step with the weights at its start. all: all tokens. high_entropy: the tokens with the highest entropy. low_covariance: all except random tokens among those with
-    a high covariance of advantage and log-probability (Clip-Cov). high_covariance: the tokens that the objective kl_cov penalizes. low_second_moment: all except those with the largest log-ratio (M2PO)."""
-    select_options: dict[str, Any] = key(default_factory=dict, aliases="clip_cov_ratio kl_cov_ratio")
-    """Values for the options of the selection: frac for high_entropy and high_covariance, frac, low and high for low_covariance, limit for low_second_moment."""
+    a high covariance of advantage and log-probability (Clip-Cov). high_covariance: the tokens that the objective kl_cov penalizes. low_second_moment: all except those with the largest log-ratio (M2PO).
+    Write options below the name, for example {high_entropy: {frac: 0.2}}: frac for high_entropy and high_covariance, frac, low and high for low_covariance, limit for low_second_moment."""
     kl_coef: float = key(0.0, aliases="beta kl_loss_coef use_kl_loss")
     """Weight of the KL penalty against the reference policy. If 0, no reference policy is loaded. (Section 2.3)"""
     kl_estimator: str = key(
@@ -393,53 +401,60 @@ class LossConfig(Section, at="loss"):
     divergence (DeepSeek-V3.2)."""
 
     def check_together(self) -> None:
-        low, high, kind = self.clip_ratio_low, self.clip_ratio_high, self.correction
-        cap, bounds = self.importance_cap, self.importance_range
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        kind, bounds = self.correction, self.importance_range
         if high < low:
             remedy = f"{high} < {low}: raise it, or lower loss.clip_ratio_low"
             self.refuse("clip_ratio_high", f"at least loss.clip_ratio_low = {low}", remedy)
-        if self.old_logprobs == "sampler" and (cap is not None or kind not in ("auto", "none")):
-            name, needs = ("importance_cap", "null") if cap is not None else ("correction", "auto or none")
+        if self.old_logprobs == "sampler" and (bounds or kind not in ("auto", "none")):
+            name, needs = ("importance_range", "[]") if bounds else ("correction", "auto or none")
             remedy = "pi_old / pi_sampler is then 1, and the ratio of the loss already corrects: set loss.old_logprobs=trainer, or leave it out"
             self.refuse(name, f"{needs} with loss.old_logprobs = 'sampler'", remedy)
-        if cap is not None and kind not in ("auto", "truncate", "truncate_responses"):
-            remedy = "it only caps the weights of truncate and truncate_responses: set loss.correction=truncate, or leave it out"
-            self.refuse("importance_cap", f"null with loss.correction = {kind!r}", remedy)
-        if bounds and not (len(bounds) == 2 and 0 < bounds[0] <= 1 <= bounds[1]):
-            needs = "two numbers: the first more than 0 and at most 1, the second 1 or more"
-            self.refuse("importance_range", needs, "the weight 1 must be kept: write for example [0.5, 2.0]")
-        if bounds and kind not in IMPORTANCE_RANGES:
-            remedy = "it is the range of mask and keep_responses: set loss.correction to one of them, or leave it out"
-            self.refuse("importance_range", f"[] with loss.correction = {kind!r}", remedy)
+        if bounds and kind == "none":
+            remedy = "there are no weights: set loss.correction=truncate, or leave it out"
+            self.refuse("importance_range", "[] with loss.correction = 'none'", remedy)
+        keeps = kind in ("mask", "keep_responses")
+        if bounds and not (
+            len(bounds) == 2 and 0 <= bounds[0] <= 1 <= bounds[1] and keeps == (bounds[0] > 0)
+        ):
+            needs = f"two numbers with loss.correction = {kind!r}: {'more than 0 and at most 1' if keeps else '0'}, and 1 or more"
+            remedy = f"the weight 1 must be kept: write for example {'[0.5, 2]' if keeps else '[0, 2], or set loss.correction=mask'}"
+            self.refuse("importance_range", needs, remedy)
         self._check_objective()
 
     def _check_objective(self) -> None:
         """Checks the keys that depend on a built-in objective or selection. The options of other objectives are checked when the run is built."""
-        objective, select = self.objective, self.select
+        (objective, options), (select, select_options) = named(self.objective), named(self.select)
         if ":" not in objective and objective not in OBJECTIVES:
-            named = objective in ALGORITHMS or objective in OTHER_NAMES
+            is_algorithm = objective in ALGORITHMS or objective in OTHER_NAMES
             near = nearest(objective, OBJECTIVES, least=0.0)[0]
-            remedy = f"write algorithm: {objective}" if named else f"did you mean {near}?"
+            remedy = f"write algorithm: {objective}" if is_algorithm else f"did you mean {near}?"
             self.refuse("objective", f"{', '.join(OBJECTIVES)}, module:function or path.py:function", remedy)
         reads = OBJECTIVES.get(objective, CLIPS)
-        for name, unset in zip(CLIPS, ([0.2], [0.28, 0.2], [None]), strict=True):
+        for name, unset in zip(CLIPS, ([0.2], [0.28, 0.2]), strict=True):
             if name not in reads and getattr(self, name) not in unset:
-                needs = f"{'null' if name == 'dual_clip' else unset[0]} with loss.objective = {objective!r}, which does not read it"
+                needs = f"{unset[0]} with loss.objective = {objective!r}, which does not read it"
                 self.refuse(name, needs, "leave it out, or set loss.objective=clip")
-        for place, known in (("objective", OBJECTIVES), ("select", SELECTIONS)):
-            choice, option = getattr(self, place), "options" if place == "objective" else "select_options"
-            given: dict[str, Any] = getattr(self, option)
-            names = [name for name in known.get(choice, given) if name not in CLIPS]
-            if unknown := next((name for name in given if name not in names), None):
-                near = nearest(unknown, names, least=0.0) or ["none, so leave it out"]
-                remedy = f"set loss.{unknown}" if unknown in CLIPS else f"the nearest option is {near[0]}"
-                refuse(f"loss.{option}.{unknown}", given[unknown], f"an option of {choice}", remedy)
+        _check_options("loss.objective", objective, options, OBJECTIVES)
+        _check_options("loss.select", select, select_options, SELECTIONS)
+        if objective == "clip":
+            check_value("loss.objective.clip.dual_clip", options.get("dual_clip"), float | None, DUAL_CLIP)
         if objective == "kl_cov" and select == "all":
             remedy = "it penalizes the selected tokens: set loss.select=high_covariance"
             self.refuse("select", "a selection with loss.objective = 'kl_cov'", remedy)
         if select == "high_covariance" and objective in OBJECTIVES and objective != "kl_cov":
             remedy = "training on these tokens alone would end exploration: set loss.objective=kl_cov, or loss.select=low_covariance"
             self.refuse("select", f"low_covariance with loss.objective = {objective!r}", remedy)
+
+
+def _check_options(
+    key: str, choice: str, options: dict[str, Any], known: Mapping[str, Sequence[str]]
+) -> None:
+    names = [name for name in known.get(choice, options) if name not in CLIPS]
+    if unknown := next((name for name in options if name not in names), None):
+        near = nearest(unknown, names, least=0.0) or ["none, so leave it out"]
+        remedy = f"set loss.{unknown}" if unknown in CLIPS else f"the nearest option is {near[0]}"
+        refuse(f"{key}.{choice}.{unknown}", options[unknown], f"an option of {choice}", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -684,13 +699,11 @@ class TrainConfig(RunConfig):
     @property
     def correction(self) -> Correction:
         """The run's importance weighting, with `auto` and the default bounds resolved."""
-        loss, cap = self.loss, self.loss.importance_cap
-        weighs = loss.old_logprobs == "trainer" and (self.rollout.in_flight or cap is not None)
+        loss = self.loss
+        weighs = loss.old_logprobs == "trainer" and (self.rollout.in_flight or loss.importance_range)
         kind = ("truncate" if weighs else "none") if loss.correction == "auto" else loss.correction
         if kind == "none":
             return Correction(kind, 0.0, math.inf)
-        if kind.startswith("truncate"):
-            return Correction(kind, 0.0, 2.0 if cap is None else cap)
         low, high = loss.importance_range or IMPORTANCE_RANGES[kind]
         return Correction(kind, low, high)
 
@@ -712,8 +725,8 @@ class TrainConfig(RunConfig):
             self.refuse("sampling.temperature", "more than 0 for training", remedy)
         for name in ("cache_dtype", "weight_dtype"):
             if getattr(sampling, name) and self.correction.kind == "none":
-                remedy = "a rounded sampler is another policy: set loss.importance_cap=2 or another loss.correction to correct for it, or leave it empty"
-                self.refuse(f"sampling.{name}", "loss.importance_cap or loss.correction for training", remedy)
+                remedy = "a rounded sampler is another policy: set loss.importance_range=[0,2] or another loss.correction to correct for it, or leave it empty"
+                self.refuse(f"sampling.{name}", "a loss.correction for training", remedy)
         buffer, most = self.reward.overlong.buffer_tokens, self.episode_tokens
         if self.reward.overlong.enabled and buffer > most:
             name = (
@@ -731,7 +744,7 @@ class TrainConfig(RunConfig):
             self._check_waves()
         if self.rollout.in_flight:
             self._check_in_flight()
-        if self.loss.objective == "vespo" and self.correction.kind != "none":
+        if named(self.loss.objective).name == "vespo" and self.correction.kind != "none":
             remedy = "it weighs whole responses itself: set loss.old_logprobs=sampler or loss.correction=none"
             refuse("loss.correction", self.correction.kind, "none with loss.objective = 'vespo'", remedy)
         self._check_advantages()
@@ -765,7 +778,7 @@ class TrainConfig(RunConfig):
             remedy = "the teacher's log-probabilities are at temperature 1: set it to 1"
             self.refuse("sampling.temperature", "1 with teacher.source", remedy)
         taught = self.teacher.kl == "sampled" or not self.teacher.rewards
-        if taught and self.loss.select in ("low_covariance", "high_covariance"):
+        if taught and named(self.loss.select).name in ("low_covariance", "high_covariance"):
             remedy = (
                 "it would ignore the advantages of the teacher: set it to all, or choose another selection"
             )

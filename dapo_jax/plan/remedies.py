@@ -165,7 +165,7 @@ def _smaller_weights(made: Plan, held: int) -> Iterator[Way]:
 
 def _correction(config: TrainConfig) -> str:
     """Returns a note that int8 sampling needs importance weights, or an empty string if they are already configured."""
-    return " (with loss.importance_cap)" if config.correction.kind == "none" else ""
+    return " (with loss.importance_range=[0,2])" if config.correction.kind == "none" else ""
 
 
 def _fewer_activations(made: Plan) -> Iterator[Way]:

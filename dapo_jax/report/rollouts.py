@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config import LossConfig
+from dapo_jax.config.keys import named
 from dapo_jax.report.chunks import Laid, compressed, compressed_json, heads, key_of, read_checked, spaced
 from dapo_jax.report.runs import RunFiles
 from dapo_jax.storage import AnyPath, path_of
@@ -63,7 +64,7 @@ class Rollouts:
         self._run, self._by_score = run, run.by_score
         # With a teacher, every token has its own advantage, which is not logged.
         loss = None if run.config is None or run.config.teacher.source else run.config.loss
-        self._loss = loss if loss and loss.objective == "clip" else None
+        self._loss = loss if loss and named(loss.objective).name == "clip" else None
         self._columns: dict[str, list[Any]] = {name: [] for name in TYPES}
         self._questions: dict[tuple[str, str], int] = {}
         self._latest: dict[int, tuple[int, float]] = {}
@@ -125,7 +126,7 @@ class Rollouts:
             "logged": logged,
             "pieces": bool(self._steps and self._pieces),
             "clip": loss
-            and {"low": loss.clip_ratio_low, "high": loss.clip_ratio_high, "dual": loss.dual_clip},
+            and {"low": loss.clip_ratio_low, "high": loss.clip_ratio_high, "dual": _dual_clip(loss)},
         }
         return Laid(about=about, index=compressed(index), chunks=tuple(self._chunks))
 
@@ -193,6 +194,10 @@ class Rollouts:
         }
 
 
+def _dual_clip(loss: LossConfig) -> float | None:
+    return named(loss.objective).options.get("dual_clip")
+
+
 def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConfig) -> str:
     """Returns the effect of clipping on each token (Eq. 8 and 10) as one character per token.
 
@@ -204,7 +209,7 @@ def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConf
     ('^.-', '.v')
     """
     high, low = 1.0 + loss.clip_ratio_high, 1.0 - loss.clip_ratio_low
-    dual = math.inf if loss.dual_clip is None else loss.dual_clip
+    dual = _dual_clip(loss) or math.inf
 
     def state(ratio: float | None) -> str:
         if ratio is None:

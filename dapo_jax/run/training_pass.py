@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.config import BatchConfig, ConfigError, ModelConfig, SftBatchConfig, TrainConfig
+from dapo_jax.config.keys import named
 from dapo_jax.dapo.advantages import Advantages
 from dapo_jax.dapo.batching import example_weights, split_minibatches, training_examples, turn_advantages
 from dapo_jax.dapo.microbatch import Microbatch
@@ -186,7 +187,7 @@ class StepBatches:
                     for place, by_token in by_turn.items():
                         values[place] = by_token
             examples = training_examples(minibatch, advantages, filter_truncated=filtered)
-            if config.loss.select == "low_covariance":
+            if named(config.loss.select).name == "low_covariance":
                 random = [np.random.default_rng((config.seed, step, g.prompt.ordinal)) for g in minibatch]
                 examples = [
                     replace(one, noise=random[one.group].random(len(one.response_tokens), np.float32))

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.config import ConfigError, LossConfig, OptimizerConfig, TrainConfig
 from dapo_jax.config.algorithms import CLIPS
-from dapo_jax.config.keys import prefixed
+from dapo_jax.config.keys import named, prefixed
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.decoder import graph_of
@@ -38,20 +38,21 @@ def optimizer_of(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def objective_of(loss: LossConfig) -> Objective:
-    """Returns the objective that a configuration names, with `loss.options` set, and with the clip ratios and the dual clip if the function has them.
+    """Returns the objective that a configuration names, with its options set, and with the clip ratios if the function has them.
 
     Raises:
         ConfigError: the objective cannot be loaded, or it does not have an option.
     """
     clips = tuple(getattr(loss, name) for name in CLIPS)
     # Runs with the same built-in objective share their programs. A user's function may have changed since the last call, so it is loaded each time.
-    build = _objective.__wrapped__ if ":" in loss.objective else _objective
-    return build(loss.objective, json.dumps(loss.options, sort_keys=True), clips)
+    name, options = named(loss.objective)
+    build = _objective.__wrapped__ if ":" in name else _objective
+    return build(name, json.dumps(options, sort_keys=True), clips)
 
 
 @lru_cache(maxsize=_KEPT)
-def _objective(spec: str, options: str, clips: tuple[float, float, float | None]) -> Objective:
-    with prefixed(f"loss.objective={spec}, loss.options={options}"):
+def _objective(spec: str, options: str, clips: tuple[float, float]) -> Objective:
+    with prefixed(f"loss.objective={{{spec}: {options}}}"):
         found = load_objective(load_function(spec) if ":" in spec else spec, json.loads(options))
     known = options_of(found)
     clipped = {name: clip for name, clip in zip(CLIPS, clips, strict=True) if name in known}
@@ -118,14 +119,15 @@ def updater_of(
         ValueError: there is a reference policy although `has_reference` returns False, or the other way round.
     """
     loss, model, correction = config.loss, config.model, config.correction
+    select, select_options = named(loss.select)
     options = UpdateOptions(
         temperature=config.sampling.temperature,
         old_logprobs=loss.old_logprobs,
         correction=correction.kind,
         importance_range=(correction.low, correction.high),
         drop_off_policy=loss.drop_off_policy,
-        select=loss.select,
-        select_options=tuple(loss.select_options.items()),
+        select=select,
+        select_options=tuple(select_options.items()),
         kl_coef=loss.kl_coef,
         kl_estimator=loss.kl_estimator,
         teacher_coef=config.teacher.coef,
@@ -135,7 +137,7 @@ def updater_of(
     )
     function, own = objective or objective_of(loss), (reference, frozen, teacher)
     arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, options, function)
-    if objective or ":" in loss.objective or any(own):
+    if objective or ":" in named(loss.objective).name or any(own):
         return _new_updater(*arguments, *own)
     return _shared_updater(*arguments)
 

@@ -9,6 +9,7 @@ from _made import keys
 from _made.tables import table
 from dapo_jax import config
 from dapo_jax.config.algorithms import ALGORITHMS, GROUND, NOT_OFFERED, OTHER_NAMES, ROWS
+from dapo_jax.config.keys import named
 from dapo_jax.config.reading import write_yaml
 from dapo_jax.dapo import selections
 from dapo_jax.dapo.objectives import OBJECTIVES
@@ -150,7 +151,8 @@ def _block(name: str) -> str:
 def formulas(name: str) -> Iterator[str]:
     """The loss of a token, its weight in the sum, and the advantage; and the condition for a token to be in the loss, if there is one."""
     row = ALGORITHMS[name]
-    yield CLIP if row["loss.objective"] == "clip" else _formula(OBJECTIVES[row["loss.objective"]])
+    objective, select = (named(row[key]).name for key in ("loss.objective", "loss.select"))
+    yield CLIP if objective == "clip" else _formula(OBJECTIVES[objective])
     yield f"w = {WEIGHTS[row['loss.aggregation']]}"
     if name == "opd":
         yield TEACHER
@@ -159,9 +161,9 @@ def formulas(name: str) -> Iterator[str]:
         scale = SCALES.get(row["advantage.scale"])
         first = APART if row["advantage.rewards"] == "apart" else f"x = {x}"
         yield f"{first}{NEXT}A = {scale}" if scale else f"A = {x}"
-    if row["loss.select"] != "all":
-        selected = "selected" if row["loss.objective"] == "kl_cov" else "in the loss"
-        yield rf"\text{{{selected}: }} {_formula(getattr(selections, row['loss.select']))}"
+    if select != "all":
+        selected = "selected" if objective == "kl_cov" else "in the loss"
+        yield rf"\text{{{selected}: }} {_formula(getattr(selections, select))}"
 
 
 def rules(name: str) -> Iterator[str]:
@@ -193,6 +195,5 @@ def _first(section: type, key: str, value: str = "", sentences: int = 1) -> str:
 
 def _written(value: Any) -> str:
     if isinstance(value, dict):
-        inside = ", ".join(write_yaml({name: one}).strip() for name, one in value.items())
-        return f"{{{inside}}}"
+        return f"{{{', '.join(f'{name}: {_written(inner)}' for name, inner in value.items())}}}"
     return '""' if value == "" else write_yaml({"x": value}).removeprefix("x: ").strip()

@@ -55,9 +55,9 @@ def test_a_file_with_only_a_run_dir_is_the_recipe(tmp_path):
 
 def test_scientific_notation_is_a_float_and_an_integer_is_one_too(tmp_path):
     text = "run_dir: out\noptimizer: {learning_rate: 1e-4, epsilon: 1E-8, weight_decay: 0}\n"
-    config = load_config(write(tmp_path, text), ["optimizer.learning_rate=1e-6", "loss.dual_clip=10"])
+    config = load_config(write(tmp_path, text), ["optimizer.learning_rate=1e-6", "loss.drop_off_policy=10"])
     assert config.optimizer == OptimizerConfig(learning_rate=1e-6, epsilon=1e-8, weight_decay=0.0)
-    assert [type(config.optimizer.weight_decay), type(config.loss.dual_clip)] == [float, float]
+    assert [type(config.optimizer.weight_decay), type(config.loss.drop_off_policy)] == [float, float]
 
 
 def test_the_last_override_of_a_key_wins_over_the_file(tmp_path):
@@ -110,9 +110,9 @@ def test_text_overrides_are_taken_literally(tmp_path):
 
 
 def test_null_switches_off_a_key_that_allows_it(tmp_path):
-    path = write(tmp_path, "run_dir: out\nloss: {dual_clip: 10, importance_cap: 2}\n")
-    config = load_config(path, ["loss.dual_clip=null", "loss.importance_cap=~"])
-    assert config.loss == LossConfig(dual_clip=None, importance_cap=None)
+    path = write(tmp_path, "run_dir: out\nloss: {drop_off_policy: 10}\nguard: {max_mismatch_kl: 2}\n")
+    config = load_config(path, ["loss.drop_off_policy=null", "guard.max_mismatch_kl=~"])
+    assert config == TrainConfig(run_dir="out")
 
 
 def test_the_supervised_schema_reads_its_own_keys(tmp_path):
@@ -146,8 +146,8 @@ overlong_buffer: {enable: true, len: 9} -> `reward.overlong.enabled`
 data: {shuffle: 2} -> data.shuffle; found 2; true or false
 steps: '3' -> steps; '3'; whole number; remove the quotes: 3
 steps: 3.5 -> steps; 3.5; write 3 or 4
-loss: {dual_clip: .nan} -> loss.dual_clip; nan; finite number or null
-loss: {dual_clip: None} -> loss.dual_clip; 'None'; write null
+loss: {drop_off_policy: .nan} -> loss.drop_off_policy; nan; finite number or null
+loss: {drop_off_policy: None} -> loss.drop_off_policy; 'None'; write null
 run_dir: 2024 -> run_dir; found 2024; quote it: '2024'
 run_dir: 1e-6 -> run_dir; found 1e-06; quote it as it is
 run_dir: ~ -> run_dir; found null; in quotes if it begins with one of ~

@@ -23,7 +23,7 @@ from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.run.sources import lora_of
 from tests.plan.repeatability import not_repeatable
 
-EIGHT_BITS = ["sampling.weight_dtype=int8", "sampling.cache_dtype=int8", "loss.importance_cap=2"]
+EIGHT_BITS = ["sampling.weight_dtype=int8", "sampling.cache_dtype=int8", "loss.importance_range=[0,2]"]
 TURNS = ["model.source=preset:qwen2.5-0.5b", "model.compute_dtype=bfloat16", "model.remat=full"]
 CONFIGURATIONS = {
     "dense": ("gsm8k_qwen3_0.6b", "h100:1", ["batch.rows_per_microbatch=1"]),

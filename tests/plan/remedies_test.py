@@ -53,11 +53,11 @@ def test_a_program_that_is_refused_alone_is_listed_with_the_resident_arrays():
 
 def test_keys_that_are_set_already_are_not_named():
     plain = ways(failed())
-    assert "sampling.weight_dtype=int8 (with loss.importance_cap)" in plain["sampler weights"]
-    assert "sampling.cache_dtype=int8 (with loss.importance_cap)" in plain["decode state"]
+    assert "sampling.weight_dtype=int8 (with loss.importance_range=[0,2])" in plain["sampler weights"]
+    assert "sampling.cache_dtype=int8 (with loss.importance_range=[0,2])" in plain["decode state"]
     corrected = ways(failed(["loss.correction=mask"]))
     assert "sampling.weight_dtype=int8" in corrected["sampler weights"]
-    eight = ["sampling.weight_dtype=int8", "sampling.cache_dtype=int8", "loss.importance_cap=2"]
+    eight = ["sampling.weight_dtype=int8", "sampling.cache_dtype=int8", "loss.importance_range=[0,2]"]
     used = ways(failed([*eight, "optimizer.offload=true"]))
     assert not any("dtype" in way or "offload" in way for part in used.values() for way in part)
 

@@ -185,7 +185,7 @@ def test_a_token_attends_to_its_window():
 def test_eight_bits_read_less():
     """Weights of one byte; 72 numbers per token of one byte, and 12 scales of 4, over the 2 devices that share its heads."""
     sampling = replace(CONFIG.sampling, weight_dtype="int8", cache_dtype="int8")
-    _, phases = works(replace(CONFIG, sampling=sampling, loss=LossConfig(importance_cap=2.0)))
+    _, phases = works(replace(CONFIG, sampling=sampling, loss=LossConfig(importance_range=[0.0, 2.0])))
     assert phases["decode"].hbm_bytes == 3840 * (3136 / 2 + 4 * 10.5 * (72 + 48) / 2)
 
 

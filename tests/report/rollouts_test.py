@@ -165,7 +165,7 @@ def test_a_damaged_file_is_named(run):
 def test_clip_states_agree_with_the_loss(advantage, dual):
     """The shares that dapo_loss reports for the same ratios."""
     ratios = np.array([0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 2.9, 3.1], np.float32)
-    loss = LossConfig(dual_clip=dual)
+    loss = LossConfig(objective={"clip": {"dual_clip": dual}} if dual else "clip")
     states = clip_states(ratios.tolist(), advantage, loss)
     _, metrics = dapo_loss(
         jnp.log(ratios)[None], jnp.zeros((1, 8)), jnp.array([advantage], jnp.float32), jnp.ones((1, 8), bool),

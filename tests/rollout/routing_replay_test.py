@@ -65,7 +65,7 @@ def test_adapters_are_sampled_as_they_are_trained(weight_dtype, flying, run_micr
         "rollout__in_flight": 0,
         "batch__row_tokens": 24,
         "dynamic_sampling__surplus": "discard",
-        "loss__importance_cap": 2.0,
+        "loss__importance_range": [0.0, 2.0],
     }
     config = flying(steps=3, **how, **mesh, lora=adapters, sampling__weight_dtype=weight_dtype)
     lines = run_micro(config).metrics

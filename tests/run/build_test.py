@@ -131,7 +131,9 @@ def test_the_soft_overlong_punishment_changes_only_rewards(micro, run_micro):
 
 def test_kl_dual_clip_and_importance_weights_are_logged_where_they_are_set(micro, run_micro, finished):
     """The KL to the initial policy is positive after two updates. Sampler and trainer agree, so the weights are 1 up to rounding."""
-    config = micro(steps=1, loss__kl_coef=0.1, loss__dual_clip=1.01, loss__correction="mask")
+    config = micro(
+        steps=1, loss__kl_coef=0.1, loss__objective={"clip": {"dual_clip": 1.01}}, loss__correction="mask"
+    )
     [line] = run_micro(config).metrics
     assert line["policy/kl_ref_k3"] > 0
     assert line["policy/dual_clip_frac"] > 0

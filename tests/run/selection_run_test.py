@@ -42,7 +42,7 @@ def test_a_step_with_each_selection(micro, run_micro, algorithm):
 def test_the_random_selection_depends_on_the_seed_alone(micro, run_micro, same_run):
     """The range is wide enough for many tokens, so that the draw matters."""
     wide = {"frac": 0.3, "low": -100.0, "high": 100.0}
-    loss = LossConfig(select="low_covariance", select_options=wide)
+    loss = LossConfig(select={"low_covariance": wide})
     first, second = (run_micro(micro(steps=2, loss=loss)) for _ in range(2))
     same_run(first, second)
     assert first.metrics[0]["policy/selected_frac"] == pytest.approx(0.7, abs=1 / 8)

@@ -103,7 +103,7 @@ def test_preempted_responses_are_read_again(windowed, run_micro, rows, flown):
 def test_adapters_are_sampled_as_they_are_trained(weight_dtype, windowed, run_micro, rows):
     """In eight bits, the sampler has another policy. Rounding the weights of this model changes a log-probability by 0.045 on average, with and without windows."""
     lora = {
-        "loss__importance_cap": 2.0,
+        "loss__importance_range": [0.0, 2.0],
         "lora": LoraConfig(rank=2, alpha=8.0),
         "sampling__weight_dtype": weight_dtype,
     }

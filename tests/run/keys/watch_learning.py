@@ -192,7 +192,13 @@ WATCHERS = [
     # 0.5 of the ratio at a negative advantage: the loss stays at 1 - low. Twice at a positive one: at -(1 + high).
     watch("loss.clip_ratio_low", token_loss(0.5, -1.0), (0.2, [0.8]), (0.1, [0.9])),
     watch("loss.clip_ratio_high", token_loss(2.0, 1.0), (0.28, [-1.28]), (0.5, [-1.5])),
-    watch("loss.dual_clip", token_loss(10.0, -1.0), (None, [10.0]), (3.0, [3.0])),
+    watch(
+        "loss.objective",
+        token_loss(10.0, -1.0),
+        ("clip", [10.0]),
+        ({"clip": {"dual_clip": 3.0}}, [3.0]),
+        what="with a dual clip",
+    ),
     # 1 / 18 of 18 tokens; 1 / 4 / 3 and 1 / 4 / 6 of four responses; 1 / 4 / 6 at a limit of 6.
     watch(
         "loss.aggregation",
@@ -271,34 +277,36 @@ WATCHERS = [
         ("keep_responses", "keep_responses"),
         ("truncate_responses", "truncate_responses"),
     ),
-    watch("loss.importance_cap", option("correction"), (None, "none"), (3.0, "truncate"), what="with auto"),
     watch(
-        "loss.importance_cap",
-        option("importance_range"),
-        (None, (0.0, 2.0)),
-        (3.0, (0.0, 3.0)),
-        what="of truncate",
-        also={"loss.correction": "truncate"},
+        "loss.importance_range",
+        option("correction"),
+        ([], "none"),
+        ([0.0, 3.0], "truncate"),
+        what="with auto",
     ),
     *(
         watch(
             "loss.importance_range",
             option("importance_range"),
             ([], unset),
-            ([0.25, 4.0], (0.25, 4.0)),
+            ([least, 4.0], (least, 4.0)),
             what=f"of {kind}",
             also={"loss.correction": kind},
         )
-        for kind, unset in (("mask", (0.5, 2.0)), ("keep_responses", (0.99, 1.01)))
+        for kind, unset, least in (
+            ("truncate", (0.0, 2.0), 0.0),
+            ("mask", (0.5, 2.0), 0.25),
+            ("keep_responses", (0.99, 1.01), 0.25),
+        )
     ),
     # Twice the old probability at the advantage 1: the ratio is clipped at 1.28, or not clipped but weighs log p = log 2 - 5 by at most 1.5.
     watch("loss.objective", token_loss(2.0, 1.0), ("clip", [-1.28]), ("reinforce", [8.6137])),
     watch(
-        "loss.options",
+        "loss.objective",
         token_loss(2.0, 1.0),
-        ({}, [8.6137]),
-        ({"cap": 1.5}, [6.4603]),
-        also={"loss.objective": "reinforce"},
+        ("reinforce", [8.6137]),
+        ({"reinforce": {"cap": 1.5}}, [6.4603]),
+        what="with options",
     ),
     watch(
         "loss.clip_ratio_high",
@@ -312,11 +320,11 @@ WATCHERS = [
     echoes("loss.kl_estimator", option("kl_estimator"), "k3", "k3_unbiased", also={"loss.kl_coef": 0.1}),
     echoes("loss.select", option("select"), "all", "high_entropy"),
     watch(
-        "loss.select_options",
+        "loss.select",
         option("select_options"),
-        ({"frac": 0.2}, (("frac", 0.2),)),
-        ({"frac": 0.5}, (("frac", 0.5),)),
-        also={"loss.select": "high_entropy"},
+        ("high_entropy", ()),
+        ({"high_entropy": {"frac": 0.5}}, (("frac", 0.5),)),
+        what="with options",
     ),
     echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
     watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),

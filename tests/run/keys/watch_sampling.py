@@ -235,13 +235,19 @@ WATCHERS = [
         (128, [4, 4]),
         also={"sampling.slots": 16, "sampling.page_tokens": 4},
     ),
-    echoes("sampling.cache_dtype", of_engine("cache_dtype"), "", "int8", also={"loss.importance_cap": 2.0}),
+    echoes(
+        "sampling.cache_dtype",
+        of_engine("cache_dtype"),
+        "",
+        "int8",
+        also={"loss.importance_range": [0.0, 2.0]},
+    ),
     watch(
         "sampling.weight_dtype",
         transferred,
         ("", ["float32"]),
         ("int8", ["float32", "int8"]),
-        also={"loss.importance_cap": 2.0},
+        also={"loss.importance_range": [0.0, 2.0]},
     ),
     # Of the response 1+1=2 with its end token, the first two stay; the others have no +.
     watch("sampling.stop", tokens, ([], [3, 3, 6, 6]), (["+"], [3, 3, 2, 6])),
