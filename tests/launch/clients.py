@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("stub.py")
-CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "scontrol", "scancel", "squeue", "tar", "dapo-jax")
+CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "scontrol", "scancel", "squeue", "dapo-jax")
 ASYNC_GATHERS = "--xla_enable_async_all_gather=true --xla_tpu_overlap_compute_collective_tc=true"
 """The flags of the TPU compiler that the scripts set for any slice."""
 TOKENS = {"HF_TOKEN": "hf_SECRET it's $HOME", "WANDB_API_KEY": "wandb_SECRET"}
@@ -28,17 +28,20 @@ class Laptop:
     def work(self) -> Path:
         return self.folder / "work"
 
-    def scenario(self, **answers: Any) -> None:
-        (self.folder / "scenario.json").write_text(json.dumps(answers))
+    def scenario(self, **replies: Any) -> None:
+        """Sets the replies of the stubs (see stub.py), from the first on."""
+        (self.folder / "scenario.json").write_text(json.dumps(replies))
+        shutil.rmtree(self.folder / "counts", ignore_errors=True)
+        (self.folder / "counts").mkdir()
 
-    def run(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
         environment = self.environment | more
         return subprocess.run(
             words, cwd=self.work, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, check=False,
         )  # fmt: skip
 
     def launch(self, script: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return self.run("bash", str(ROOT / "launch" / script), *words, **more)
+        return self.run("bash", ROOT / "launch" / script, *words, **more)
 
     def calls(self, *names: str) -> list[dict[str, Any]]:
         """The recorded calls in order: all, or only of these clients."""
@@ -47,8 +50,8 @@ class Laptop:
         return [line for line in lines if not names or line["client"] in names]
 
     def commands(self) -> list[list[str]]:
-        """The commands that the script itself ran."""
-        return [[line["client"], *line["words"]] for line in self.calls("gcloud", "xpk", "kubectl", "tar")]
+        """The commands of a cloud that the script ran."""
+        return [[line["client"], *line["words"]] for line in self.calls("gcloud", "xpk", "kubectl")]
 
 
 def shellcheck() -> str | None:
@@ -57,13 +60,15 @@ def shellcheck() -> str | None:
 
 
 def printed(text: str) -> list[list[str]]:
-    return [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
+    """The commands that a dry run prints, without `tar`."""
+    lines = (shlex.split(line) for line in text.splitlines() if not line.startswith("#"))
+    return [line for line in lines if line[0] != "tar"]
 
 
 def make_laptop(folder: Path, answers: Path) -> Laptop:
     """A laptop with a configuration and a reward. `answers` is a folder for the output of `dapo-jax config`."""
-    programs = {"near": CLIENTS, "far": ("curl",), "parts": ("uv", "python", "dapo-jax")}
-    for name in ("work/configs", "home", *programs):
+    programs = {"near": CLIENTS, "parts": ("uv",)}
+    for name in ("work/configs", "home", "copied", *programs):
         (folder / name).mkdir(parents=True)
     for place, names in programs.items():
         for name in names:

@@ -15,9 +15,14 @@ def train(laptop, *more, **environment):
     return laptop.launch("gke_xpk.sh", "train", *JOB, "--type=v5p-256", *RUN, *more, **environment)
 
 
-def words_of(laptop, client="xpk"):
-    (call,) = laptop.calls(client)
+def words_of(laptop):
+    (call,) = laptop.calls("xpk")
     return call["words"]
+
+
+def pods_environment(laptop):
+    """A bare name takes its value from the environment of XPK."""
+    return (laptop.folder / "home" / ".cache/dapo_jax/launch/pod.env").read_text().splitlines()
 
 
 def test_train_submits_one_workload_that_installs_and_resumes(laptop):
@@ -34,7 +39,7 @@ def test_train_submits_one_workload_that_installs_and_resumes(laptop):
         "--restart-on-exit-codes=1,3-126", f"--command={program}",
     ]  # fmt: skip
     between = "--xla_tpu_enable_data_parallel_all_reduce_opt=true --xla_tpu_data_parallel_opt_different_sized_ops=true"
-    assert words_of(laptop, "env-file") == [
+    assert pods_environment(laptop) == [
         "DAPO_JAX_DISTRIBUTED=1",
         f"LIBTPU_INIT_ARGS={ASYNC_GATHERS} {between}",
     ]
@@ -44,7 +49,7 @@ def test_an_image_is_not_installed_into_and_own_flags_of_the_compiler_reach_the_
     flags = "LIBTPU_INIT_ARGS=--xla_mine=1 --xla_too=2"
     done = train(laptop, "--image=gcr.io/mine/dapo:1", LIBTPU_INIT_ARGS=flags.partition("=")[2])
     assert done.returncode == 0
-    assert words_of(laptop, "env-file") == ["DAPO_JAX_DISTRIBUTED=1", flags]
+    assert pods_environment(laptop) == ["DAPO_JAX_DISTRIBUTED=1", flags]
     words = words_of(laptop)
     assert "--docker-image=gcr.io/mine/dapo:1" in words
     assert not [word for word in words if "script-dir" in word or "base-docker" in word]
@@ -55,7 +60,7 @@ def test_tokens_are_named_and_not_shown(laptop):
     done = train(laptop, **TOKENS)
     assert done.returncode == 0, done.stderr
     flags = f"LIBTPU_INIT_ARGS={ASYNC_GATHERS}"
-    assert words_of(laptop, "env-file") == ["DAPO_JAX_DISTRIBUTED=1", flags, "HF_TOKEN", "WANDB_API_KEY"]
+    assert pods_environment(laptop) == ["DAPO_JAX_DISTRIBUTED=1", flags, "HF_TOKEN", "WANDB_API_KEY"]
     dry = train(laptop, "--dry-run", **TOKENS)
     assert printed(dry.stdout) == laptop.commands()
     assert "SECRET" not in done.stdout + done.stderr + dry.stdout + dry.stderr + str(laptop.calls())

@@ -9,6 +9,7 @@ from tests.launch.clients import ROOT, TOKENS, shellcheck
 
 TASK = yaml.safe_load((ROOT / "launch" / "skypilot.yaml").read_text())
 RUN = {"CONFIG": "configs/quickstart.yaml", "RUN_DIR": "gs://bucket/run", "OVERRIDES": "steps=3 seed=1"}
+WORDS = ["train", RUN["CONFIG"], f"run_dir={RUN['RUN_DIR']}"]
 
 
 @pytest.fixture
@@ -43,34 +44,25 @@ def test_shellcheck_finds_nothing(machine, name):
     assert done.returncode == 0, done.stdout
 
 
-def test_each_machine_starts_one_process_of_the_run(machine):
-    machine.scenario(runs=[0])
+def test_each_machine_starts_one_process_of_the_run_which_alone_is_not_distributed(machine):
     for _ in range(2):  # the second time, the environment is there
         done = step(machine, "setup")
         assert done.returncode == 0, done.stderr
-    assert {call["extras"] for call in machine.calls("uv")} == {"cuda,gcs,hub,wandb"}
+    machine.scenario(**{"dapo-jax": [0, 0, 75]})
     several = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n"}
     for rank in ("0", "1"):
         done = step(machine, "run", **RUN, **several, **TOKENS, SKYPILOT_NODE_RANK=rank)
         assert done.returncode == 0, done.stderr
-    calls = machine.calls("dapo-jax")
+    alone = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.7", "SKYPILOT_NODE_RANK": "0"}
+    assert step(machine, "run", **RUN | {"OVERRIDES": ""}, **alone).returncode == 75
+    *calls, single = machine.calls("dapo-jax")
     for rank, call in enumerate(calls):
-        words = ["train", RUN["CONFIG"], f"run_dir={RUN['RUN_DIR']}", "steps=3", "seed=1", "--resume"]
-        assert call["words"] == words
+        assert call["words"] == [*WORDS, "steps=3", "seed=1", "--resume"]
         assert call["environment"] == TOKENS | {
             "JAX_COORDINATOR_ADDRESS": "10.0.0.7:8476", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)
         }  # fmt: skip
     assert len(calls) == 2
-
-
-def test_one_machine_is_no_run_of_several_processes(machine):
-    assert step(machine, "setup").returncode == 0
-    alone = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.7", "SKYPILOT_NODE_RANK": "0"}
-    machine.scenario(runs=[75])
-    assert step(machine, "run", **RUN | {"OVERRIDES": ""}, **alone).returncode == 75
-    (call,) = machine.calls("dapo-jax")
-    assert call["environment"] == {}
-    assert call["words"] == ["train", RUN["CONFIG"], f"run_dir={RUN['RUN_DIR']}", "--resume"]
+    assert (single["words"], single["environment"]) == ([*WORDS, "--resume"], {})
     done = step(machine, "run", **RUN | {"RUN_DIR": "runs/1"}, **alone)
     assert done.returncode == 2
     assert "RUN_DIR=runs/1" in done.stderr

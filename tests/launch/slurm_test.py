@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch with Slurm's commands stubbed; the step's tasks run."""
+"""launch/slurm.sbatch with Slurm's commands stubbed."""
 
 import re
 import shlex
@@ -22,43 +22,39 @@ def requeues(laptop):
 
 
 def test_one_task_a_node_drives_all_its_gpus(laptop):
-    laptop.scenario(workers=2)
     done = laptop.launch("slurm.sbatch", *RUN, **JOB)
     assert done.returncode == 0, done.stderr
-    tasks = laptop.calls("dapo-jax")
-    assert sorted(call["environment"]["SLURM_PROCID"] for call in tasks) == ["0", "1"]
-    for call in tasks:
-        assert call["words"] == ["train", *RUN]
-        assert call["environment"]["DAPO_JAX_DISTRIBUTED"] == "1"
-        assert call["environment"]["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3"
+    (call,) = laptop.calls("srun")
+    assert call["words"][-4:] == ["dapo-jax", "train", *RUN]
+    assert "--ntasks-per-node=1" in call["words"]
+    assert call["environment"] == {"DAPO_JAX_DISTRIBUTED": "1", "JAX_LOCAL_DEVICE_IDS": "0,1,2,3"}
     assert requeues(laptop) == []
     dry = laptop.launch("slurm.sbatch", "--dry-run", *RUN, **JOB)
-    (call,) = laptop.calls("srun")
-    settings = ["DAPO_JAX_DISTRIBUTED=1", "JAX_LOCAL_DEVICE_IDS=0,1,2,3"]
+    settings = [f"{name}={value}" for name, value in call["environment"].items()]
     assert shlex.split(dry.stdout) == [*settings, "srun", *call["words"]]
     assert set(re.findall(r"^#SBATCH --([\w-]+)", SCRIPT.read_text(), re.MULTILINE)) == OF_SBATCH
 
 
 @pytest.mark.parametrize(
-    ("scenario", "environment", "requeued"),
+    ("status", "job", "environment", "requeued"),
     [
-        ({"runs": [134]}, {}, True),
-        ({"runs": [2]}, {}, False),  # a configuration error
-        ({"runs": [1]}, {"SLURM_RESTART_COUNT": "3", "RESTARTS": "3"}, False),
-        ({"runs": [143], "job": "COMPLETING"}, {}, False),  # the user cancelled it
+        (134, "RUNNING", {}, True),
+        (2, "RUNNING", {}, False),  # a configuration error
+        (1, "RUNNING", {"SLURM_RESTART_COUNT": "3", "RESTARTS": "3"}, False),
+        (143, "COMPLETING", {}, False),  # the user cancelled it
     ],
 )
-def test_which_failures_requeue_the_job(laptop, scenario, environment, requeued):
-    laptop.scenario(**scenario)
-    assert laptop.launch("slurm.sbatch", *RUN, **JOB, **environment).returncode == scenario["runs"][0]
+def test_which_failures_requeue_the_job(laptop, status, job, environment, requeued):
+    laptop.scenario(srun=[status], squeue=[job])
+    assert laptop.launch("slurm.sbatch", *RUN, **JOB, **environment).returncode == status
     assert requeues(laptop) == [["requeue", "71"]] * requeued
-    resumed = laptop.calls("dapo-jax")[0]["words"][-1] == "--resume"
+    resumed = laptop.calls("srun")[0]["words"][-1] == "--resume"
     assert resumed == ("SLURM_RESTART_COUNT" in environment)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_stop_is_passed_to_the_step_and_the_job_is_requeued(laptop, number):
-    laptop.scenario(held=True, runs=[75])
+    laptop.scenario(held=True, srun=[75])
     # A stop in this process leaves SIGUSR1 ignored. Bash would inherit that, and cannot trap such a signal.
     former = signal.signal(number, signal.SIG_DFL)
     job = subprocess.Popen(
@@ -67,7 +63,7 @@ def test_a_stop_is_passed_to_the_step_and_the_job_is_requeued(laptop, number):
     signal.signal(number, former)
     try:
         until = time.monotonic() + 30
-        while not laptop.calls("dapo-jax") and time.monotonic() < until:
+        while not laptop.calls("srun") and time.monotonic() < until:
             time.sleep(0.05)
         job.send_signal(number)
         assert job.wait(timeout=15) == 0

@@ -1,5 +1,6 @@
-"""launch/tpu_vm.sh with gcloud stubbed; the commands for the workers run in folders that are their homes."""
+"""launch/tpu_vm.sh with gcloud stubbed, and tpu_worker.sh in the home of a worker."""
 
+import shutil
 import stat
 
 import pytest
@@ -9,120 +10,93 @@ from tests.launch.clients import ASYNC_GATHERS, TOKENS, printed
 POD = ("--name=pod", "--type=v5p-256", "--zone=us-east5-a", "--poll=0")
 RUN = ("configs/quickstart.yaml", "run_dir=gs://bucket/pod")
 CREATED = ["describe", "create", "describe"]
-COPIED = ["tar", "tar", "scp", "setup"]
+STARTED = ["scp", "setup", "start", "follow"]
 
 
 def train(laptop, *more, **environment):
     return laptop.launch("tpu_vm.sh", "train", *POD, *RUN, *more, **environment)
 
 
-def verb(words):
-    far = [word.removeprefix("--command=").split() for word in words if word.startswith("--command=")]
-    if far:  # bash tpu_worker.sh VERB
-        return far[0][2]
-    return "tar" if words[0] == "tar" else words[4]
-
-
 def verbs(laptop):
-    return [verb(words) for words in laptop.commands()]
+    return [call["verb"] for call in laptop.calls("gcloud")]
 
 
-def programs(laptop):
-    """The arguments of every `dapo-jax train` on the workers, in order of their starts."""
-    return [call["words"] for call in laptop.calls("dapo-jax")]
+def starts(laptop):
+    """The arguments of every start of `dapo-jax train` on the workers."""
+    commands = [word for call in laptop.calls("gcloud") for word in call["words"] if " start " in word]
+    return [words.removeprefix("--command=bash tpu_worker.sh start ").split() for words in commands]
 
 
 def test_train_requests_copies_starts_follows_and_deletes(laptop):
-    laptop.scenario(states=[["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]], workers=2)
+    laptop.scenario(describe=["NOT_FOUND", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
     done = train(laptop)
     assert done.returncode == 0, done.stderr
     waited = ["describe", "create", "describe", "describe", "describe"]
-    assert verbs(laptop) == [*waited, *COPIED, "start", "follow", "delete"]
-    assert programs(laptop) == [["train", *RUN]] * 2
-    settings = {"DAPO_JAX_DISTRIBUTED": "1", "LIBTPU_INIT_ARGS": ASYNC_GATHERS}
-    assert [call["environment"] for call in laptop.calls("dapo-jax")] == [settings] * 2
-    assert "step 1 of start 0" in done.stdout
-    assert not (laptop.folder / "created").exists()
-    for words in laptop.commands():
-        assert verb(words) in ("tar", "describe") or "--quiet" in words  # gcloud must not prompt
+    assert verbs(laptop) == [*waited, *STARTED, "delete"]
+    assert starts(laptop) == [list(RUN)]
+    for call in laptop.calls("gcloud"):
+        assert call["verb"] == "describe" or "--quiet" in call["words"]  # gcloud must not prompt
+        assert "--worker=all" in call["words"] or call["verb"] not in STARTED
 
 
 def test_a_preempted_run_is_recreated_and_resumed(laptop):
-    laptop.scenario(states=[["ACTIVE"], ["WAITING_FOR_RESOURCES", "ACTIVE"]], runs=["preempted", 0])
+    states = ["NOT_FOUND", "ACTIVE", "SUSPENDED", "SUSPENDED", "WAITING_FOR_RESOURCES", "ACTIVE"]
+    laptop.scenario(describe=states, follow=[255, 0])
     done = train(laptop, "--spot", "--restarts=0")
     assert done.returncode == 0, done.stderr
     again = ["describe", "describe", "delete", "create", "describe", "describe"]
-    once = [*COPIED, "start", "follow"]
-    assert verbs(laptop) == [*CREATED, *once, *again, *once, "delete"]
-    assert programs(laptop) == [["train", *RUN], ["train", *RUN, "--resume"]]
+    assert verbs(laptop) == [*CREATED, *STARTED, *again, *STARTED, "delete"]
+    assert starts(laptop) == [list(RUN), [*RUN, "--resume"]]
     creates = [words for words in laptop.commands() if "create" in words]
     assert creates[0] == creates[1]
     assert "--spot" in creates[0]
 
 
 @pytest.mark.parametrize(
-    ("scenario", "status", "message", "starts"),
+    ("follow", "later", "status", "message", "count"),
     [
-        ({"runs": [2]}, 2, "pod is still up", 1),
-        ({"runs": [75, 7]}, 7, "1 failures, more than --restarts=0", 2),  # 75: stopped by a signal, and saved
-        ({"states": [["ACTIVE", "DELETING"]]}, 1, "pod was deleted", 0),
+        ([2], [], 2, "pod is still up", 1),
+        ([75, 7], [], 7, "1 failures, more than --restarts=0", 2),  # 75: stopped by a signal, and saved
+        ([1], ["DELETING"], 1, "pod was deleted", 1),
     ],
 )
 def test_failures_are_resumed_until_restarts_are_used_up_and_the_tpu_stays(
-    laptop, scenario, status, message, starts
+    laptop, follow, later, status, message, count
 ):
-    laptop.scenario(**scenario)
+    laptop.scenario(follow=follow, describe=["NOT_FOUND", "ACTIVE", *later])
     done = train(laptop, "--restarts=0")
     assert done.returncode == status
     assert message in done.stderr
-    assert [words[-1] for words in programs(laptop)] == [RUN[-1], "--resume"][:starts]
+    assert [words[-1] for words in starts(laptop)] == [RUN[-1], "--resume"][:count]
     assert verbs(laptop).count("create") == 1
     assert "delete" not in verbs(laptop)
 
 
 def test_a_run_is_not_given_up_when_gcloud_is_out_of_reach(laptop):
-    laptop.scenario(states=[["ACTIVE", "ERROR", "ERROR", "ACTIVE"]])
+    laptop.scenario(describe=["NOT_FOUND", "ACTIVE", "ERROR", "ERROR", "ACTIVE"], follow=[255, 0])
     done = train(laptop)
     assert done.returncode == 0, done.stderr
+    assert len(starts(laptop)) == 2
     assert verbs(laptop).count("create") == 1
 
 
-def test_tokens_reach_the_workers_and_nothing_else(laptop):
-    laptop.scenario(workers=2)
+def test_tokens_are_copied_in_a_file_and_are_nowhere_else(laptop):
     done = train(laptop, "--keep", **TOKENS)
     assert done.returncode == 0, done.stderr
     dry = train(laptop, "--dry-run", **TOKENS)
     assert "HF_TOKEN WANDB_API_KEY" in dry.stdout
-    for call in laptop.calls("dapo-jax"):
-        assert {name: call["environment"][name] for name in TOKENS} == TOKENS
-    assert [call["modes"]["dapo_jax_tokens"] for call in laptop.calls("copied")] == [0o600]
-    shown = done.stdout + done.stderr + dry.stdout + dry.stderr + str(laptop.commands())
-    assert "SECRET" not in shown
-    files = {path: path.read_bytes() for path in laptop.folder.rglob("*") if path.is_file()}
-    having = [path for path, data in files.items() if b"hf_SECRET" in data or b"wandb_SECRET" in data]
-    kept = [laptop.folder / "workers" / worker / "dapo_jax_run" / "tokens" for worker in "01"]
-    assert sorted(set(having) - {laptop.folder / "calls.jsonl"}) == kept
-    assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
-
-
-def test_the_configuration_its_rewards_and_named_files_are_on_every_worker(laptop):
-    for name in ("my rewards/style.py", "data/math/train.jsonl", "unasked.txt"):
-        (laptop.work / name).parent.mkdir(parents=True, exist_ok=True)
-        (laptop.work / name).touch()
-    laptop.scenario(workers=2)
-    graders = 'reward.graders=[{grader: "trl:my rewards/style.py:f"}, {grader: "rewards.py:brief"}]'
-    data = ("data.source=jsonl", "data.path=data/math/train.jsonl")
-    done = train(laptop, graders, *data, "--file", "data/math")
-    assert done.returncode == 0, done.stderr
-    files = ["configs/quickstart.yaml", "data/math/train.jsonl", "my rewards/style.py", "rewards.py"]
-    assert [call["files"] for call in laptop.calls("dapo-jax")] == [files, files]
-    assert programs(laptop) == [["train", *RUN, graders, *data]] * 2
+    assert "SECRET" not in done.stdout + done.stderr + dry.stdout + dry.stderr + str(laptop.commands())
+    files = [path for path in laptop.folder.rglob("*") if path.is_file() and path.name != "calls.jsonl"]
+    kept = laptop.folder / "copied" / "dapo_jax_tokens"
+    assert [path for path in files if b"SECRET" in path.read_bytes()] == [kept]
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
 
 
 def test_a_dry_run_prints_the_commands_of_a_run_and_executes_none(laptop):
-    """In an order in which each finds the TPU that it needs. A run that has ended can be watched, too."""
-    for command, *options in (("train", "--keep"), ("status",), ("watch", "--keep"), ("down",), ("up",)):
+    up = ["ACTIVE"]
+    for command, *options in (("up",), ("status",), ("train", "--keep"), ("watch",), ("down",)):
         training = (*RUN, "reward.grader=rewards.py:brief") if command in ("train", "watch") else ()
+        laptop.scenario(describe=["NOT_FOUND", *up] if command in ("up", "train") else up)
         before = len(laptop.commands())
         dry = laptop.launch("tpu_vm.sh", command, *POD, *options, *training, "--dry-run")
         assert dry.returncode == 0, dry.stderr
@@ -133,15 +107,42 @@ def test_a_dry_run_prints_the_commands_of_a_run_and_executes_none(laptop):
         assert len(laptop.commands()) > before
 
 
-def test_a_second_run_is_not_started_over_an_active_one(laptop):
-    assert train(laptop, "--keep").returncode == 0
+@pytest.fixture
+def worker(laptop):
+    """Runs tpu_worker.sh in the home of a worker, to which a run with files was copied."""
+    for name in ("my rewards/style.py", "data/math/train.jsonl", "unasked.txt"):
+        (laptop.work / name).parent.mkdir(parents=True, exist_ok=True)
+        (laptop.work / name).touch()
+    graders = 'reward.graders=[{grader: "trl:my rewards/style.py:f"}, {grader: "rewards.py:brief"}]'
+    data = ("data.source=jsonl", "data.path=data/math/train.jsonl", "--file", "data/math")
+    done = train(laptop, graders, *data, "--keep", **TOKENS)
+    assert done.returncode == 0, done.stderr
+    home = laptop.folder / "copied"
+    (home / "dapo_jax_run" / "bin").mkdir(parents=True)
+    shutil.copy(laptop.folder / "parts" / "uv", home / "dapo_jax_run" / "bin")
+    return lambda *words: laptop.run("bash", home / "tpu_worker.sh", *words, HOME=str(home))
+
+
+def test_a_worker_has_the_files_of_the_run_and_the_tokens(laptop, worker):
+    """Also files that the configuration names. A worker's status is the status of the run."""
+    assert worker("follow").returncode == 1, "nothing has run"
+    for _ in range(2):  # gcloud repeats commands
+        assert worker("setup", "gcs,tpu").returncode == 0
+    laptop.scenario(**{"dapo-jax": [3]})
+    assert worker("start", *RUN).returncode == 0
+    assert worker("follow").returncode == 3
+    (call,) = laptop.calls("dapo-jax")
+    assert call["words"] == ["train", *RUN]
+    files = ["configs/quickstart.yaml", "data/math/train.jsonl", "my rewards/style.py", "rewards.py"]
+    assert call["files"] == files
+    settings = {"DAPO_JAX_DISTRIBUTED": "1", "LIBTPU_INIT_ARGS": ASYNC_GATHERS}
+    assert call["environment"] == settings | TOKENS
+    assert [call["words"] for call in laptop.calls("uv")] == [["gcs,tpu"]] * 2
+
+
+def test_a_second_run_is_not_started_over_an_active_one(laptop, worker):
+    assert worker("setup", "gcs").returncode == 0
     laptop.scenario(held=True)
-    home = laptop.folder / "workers" / "0"
-    clean = {"HOME": str(home), "PATH": f"{laptop.folder / 'far'}:/usr/bin:/bin"}
-
-    def worker(*words):
-        return laptop.run("bash", str(home / "tpu_worker.sh"), *words, **clean)
-
     assert worker("start", *RUN).returncode == 0
     assert worker("start", *RUN, "--resume").returncode == 0
     assert "nothing is installed" in worker("setup", "gcs").stdout
@@ -150,7 +151,7 @@ def test_a_second_run_is_not_started_over_an_active_one(laptop):
     assert "another run is under way on this TPU: configs/quickstart.yaml" in other.stderr
     (laptop.folder / "released").touch()
     assert worker("follow").returncode == 0
-    assert programs(laptop) == [["train", *RUN]] * 2
+    assert [call["words"] for call in laptop.calls("dapo-jax")] == [["train", *RUN]]
 
 
 @pytest.mark.parametrize(
