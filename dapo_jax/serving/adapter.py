@@ -31,7 +31,7 @@ class ServedPrefix:
     """A prefilled prompt, ready to be inserted into a slot."""
 
     prefix: PyTree
-    place: int = field(metadata={"static": True})
+    row: int = field(metadata={"static": True})
     """Index of this prompt in `prefix`, which can contain several prompts."""
     prompt_tokens: int = field(metadata={"static": True})
 
@@ -99,8 +99,8 @@ class JetStreamEngine(engine_api.Engine):
             )
         with self._lock:
             chunks = self._engine.prefill(params, [tokens[:true_length]])
-            ((_, prefix, place),) = [done for chunk in chunks for done in chunk]
-        return ServedPrefix(prefix=prefix, place=place, prompt_tokens=true_length)
+            ((_, prefix, row),) = [done for chunk in chunks for done in chunk]
+        return ServedPrefix(prefix=prefix, row=row, prompt_tokens=true_length)
 
     def insert(self, prefix: ServedPrefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Inserts a prefilled prompt into a slot. The response may fill the rest of the slot. Donates `decode_state`, but not `prefix`."""
@@ -109,13 +109,13 @@ class JetStreamEngine(engine_api.Engine):
         fills = self._pages.start(slot, capacity, read=length) or ()
         insertion = Insertion(
             slots=zero + slot,
-            prompts=zero + prefix.place,
+            prompts=zero + prefix.row,
             ordinals=zero + next(self._ordinals),
             indices=zero,
             limits=zero + capacity - length,
             drawn=zero,
             turns=zero,
-            fills=[(prefix.place, fill) for fill in fills],
+            fills=[(prefix.row, fill) for fill in fills],
         )
         with self._lock:
             return self._engine.insert(prefix.prefix, decode_state, insertion, self._key)

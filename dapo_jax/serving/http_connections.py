@@ -119,7 +119,7 @@ class Connections:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_LOOK_S)
-            for handler in [each for each, until in self._waiting.items() if until < loop.time()]:
+            for handler in [late for late, until in self._waiting.items() if until < loop.time()]:
                 self._abort(handler)
 
     def _abort(self, handler: "_ClientConnection") -> None:

@@ -1,4 +1,6 @@
-"""Parses HTTP request bodies with `msgspec`, in vLLM's format (token ids) or OpenAI's formats (messages, and prompts to complete). Error messages name the field.
+"""Parses HTTP request bodies with `msgspec`, in vLLM's format (token ids) or OpenAI's formats (messages, and prompts to complete).
+
+A request that cannot be served raises a RequestError, whose message names the field.
 
 A field that this server does not support is accepted if its value has no effect, and refused otherwise.
 """
@@ -113,11 +115,7 @@ for _kind in (_SamplingParams, _GenerateBody, _ChatBody, _CompletionsBody, _Stre
 
 
 def read_generate(content: bytes, limits: ServedLimits) -> CheckedRequest:
-    """Parses the body of a request to `/inference/v1/generate`.
-
-    Raises:
-        RequestError: the request cannot be served; the message names the field.
-    """
+    """Parses the body of a request to `/inference/v1/generate`."""
     body = _body(content, _GenerateBody, limits)
     prompt = np.array(limits.checked_ids("token_ids", body.token_ids), np.int32)
     options = _struct(body.sampling_params, _SamplingParams, "sampling_params")
@@ -126,11 +124,7 @@ def read_generate(content: bytes, limits: ServedLimits) -> CheckedRequest:
 
 
 def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
-    """Parses the body of a request to `/v1/chat/completions`, and renders and tokenizes its prompt.
-
-    Raises:
-        RequestError: the request cannot be served; the message names the field.
-    """
+    """Parses the body of a request to `/v1/chat/completions`, and renders and tokenizes its prompt."""
     body = _body(content, _ChatBody, limits)
     streaming = _struct(body.stream_options, _StreamOptions, "stream_options")
     for index, message in enumerate(body.messages):
@@ -152,14 +146,10 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
 
 
 def read_completions(content: bytes, limits: ServedLimits) -> list[CheckedRequest]:
-    """Parses the body of a request to `/v1/completions`, and tokenizes its prompts. Returns one request for each prompt.
-
-    Raises:
-        RequestError: the request cannot be served; the message names the field.
-    """
+    """Parses the body of a request to `/v1/completions`, and tokenizes its prompts. Returns one request for each prompt."""
     body = _body(content, _CompletionsBody, limits)
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    if len(kinds := {type(each) for each in prompts}) > 1:
+    if len(kinds := {type(prompt) for prompt in prompts}) > 1:
         raise RequestError(
             f"prompt: found {prompts!r:.80}, a list of several types; needs texts, token ids, or lists of token ids"
         )
@@ -170,9 +160,9 @@ def read_completions(content: bytes, limits: ServedLimits) -> list[CheckedReques
         )
     scoring = {"max_tokens": (0, 1), "temperature": (0, None), "n": (1,)} if body.echo else {}
     for name, accepted in scoring.items():
-        if (found := getattr(body, name)) not in accepted:
+        if (value := getattr(body, name)) not in accepted:
             raise RequestError(
-                f"{name} is {found}; with echo, which scores the prompt, the server accepts {' or '.join(map(str, accepted))}"
+                f"{name} is {value}; with echo, which scores the prompt, the server accepts {' or '.join(map(str, accepted))}"
             )
     requests, options = [], structs.replace(body, max_tokens=1) if body.echo else body
     for prompt in prompts:
@@ -180,20 +170,20 @@ def read_completions(content: bytes, limits: ServedLimits) -> list[CheckedReques
             ids = limits.tokenizer.encode_prompt(prompt).tolist() if isinstance(prompt, str) else prompt
         except ValueError as error:
             raise RequestError(f"prompt: {error!s:.1000}") from error
-        known = np.array(limits.checked_ids("prompt", ids), np.int32)
-        request = _request(options, known, limits, logprobs=body.logprobs is not None, echo=body.echo)
+        checked = np.array(limits.checked_ids("prompt", ids), np.int32)
+        request = _request(options, checked, limits, logprobs=body.logprobs is not None, echo=body.echo)
         requests.append(replace(request, max_tokens=body.max_tokens or 0) if body.echo else request)
     return requests
 
 
 def _body(content: bytes, kind: type[_Body], limits: ServedLimits) -> _Body:
     try:
-        given = msgspec.json.decode(content)
+        decoded = msgspec.json.decode(content)
     except RecursionError as error:
         raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from error
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is not JSON: {error!s:.200}", code="invalid_json") from error
-    body = _struct(given, kind, "the body")
+    body = _struct(decoded, kind, "the body")
     if body.model not in ("", limits.model):
         raise RequestError(
             f"model is {body.model!r:.80}; this server has only {limits.model!r}: use this name, or omit the field",
@@ -202,17 +192,15 @@ def _body(content: bytes, kind: type[_Body], limits: ServedLimits) -> _Body:
     return body
 
 
-def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
-    """Converts a JSON object to a struct. A field that is null is treated as missing.
-
-    Raises:
-        RequestError: a field is missing, unknown, not supported, of the wrong type or out of range.
-    """
-    if isinstance(given, dict):
-        given = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
-        for name in given.keys() - set(kind.__struct_fields__):
-            value, neutral = given[name], _NEUTRAL.get(name, ())
-            if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+def _struct(content: object, kind: type[_Struct], where: str) -> _Struct:
+    """Converts a JSON object to a struct. A field that is null is treated as missing."""
+    if isinstance(content, dict):
+        content = {name: value for name, value in _present(content).items() if name not in _IGNORED}
+        for name in content.keys() - set(kind.__struct_fields__):
+            value, neutral = content[name], _NEUTRAL.get(name, ())
+            if any(
+                value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral
+            ):
                 continue
             remedy = f", or set it to {' or '.join(map(repr, neutral))}" if neutral else ""
             if not neutral and (known := nearest(name[:80], kind.__struct_fields__, least=0.7)):
@@ -222,10 +210,10 @@ def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
                 code="unsupported_parameter",
             )
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         needed, _, path = str(error).partition(" - at `$")
-        value: Any = given
+        value: Any = content
         for step in re.findall(r"\w+", path):  # a step is a field name or a list index
             value = value[int(step) if isinstance(value, list) else step]
         name = path.strip(".`") or where
@@ -236,11 +224,10 @@ def _request(
     options: _Sampling, prompt: Int[np.ndarray, " prompt"], limits: ServedLimits, **others: Any
 ) -> CheckedRequest:  # fmt: skip
     """Builds a `CheckedRequest` from the options and the prompt, after checking both against the server's limits."""
-    names = ("max_completion_tokens", "max_tokens")
-    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
-    named, max_tokens = next(iter(given.items()), ("max_tokens", limits.max_response_tokens))
-    asked = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
-    changed = {name: value for name, value in asked.items() if value is not None}
+    fields = _present(structs.asdict(options))
+    named = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+    max_tokens = fields.get(named, limits.max_response_tokens)
+    changed = {name: fields[name] for name in ("temperature", "top_p", "top_k") if name in fields}
     stop = (options.stop,) if isinstance(options.stop, str) else options.stop
     ids = limits.checked_ids("stop_token_ids", options.stop_token_ids)
     try:
@@ -249,23 +236,26 @@ def _request(
     except ValueError as error:
         raise RequestError(str(error)) from error
     key = None if options.seed is None else _seeded_key(options.seed)
-    own = OwnOptions(decoding=decoding, key=key, stop=strings.find if stop or ids else None)
-    return limits.request(prompt, max_tokens, count=options.n, named=named, options=own, stop=stop, **others)
+    sampling = OwnOptions(decoding=decoding, key=key, stop=strings.find if stop or ids else None)
+    others |= {"options": sampling, "stop": stop}
+    return limits.request(prompt, max_tokens, count=options.n, named=named, **others)
 
 
 def _template_variables(body: _ChatBody, limits: ServedLimits) -> dict[str, Any]:
     """Returns the chat template's variables: the server's defaults, the request's `chat_template_kwargs`, and its `tools`."""
-    given = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
-    for name in given:
+    variables = _present(body.chat_template_kwargs)
+    for name in variables:
         if name in _RESERVED or name.endswith("_token"):
             raise RequestError(
                 f"chat_template_kwargs sets {name!r:.80}, which a request cannot set: leave it out"
             )
     if body.tools and body.tool_choice != "none":
-        given["tools"] = [
-            {name: value for name, value in tool.items() if value is not None} for tool in body.tools
-        ]
-    return {**limits.template_kwargs, **given}
+        variables["tools"] = [_present(tool) for tool in body.tools]
+    return {**limits.template_kwargs, **variables}
+
+
+def _present(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _seeded_key(seed: int) -> PRNGKeyArray:

@@ -53,11 +53,14 @@ class GenerateAnswer:
     def whole(self) -> dict[str, Any]:
         """Returns the complete answer. Every response must have ended."""
         name = self._request.request_id or f"generate-{uuid.uuid4().hex}"
-        choices = []
-        for index, new in sorted(self._latest.items()):
-            parts = {"token_ids": new.tokens.tolist(), "logprobs": self._logprobs(new)}
-            choices.append({"index": index, **parts, **_ending(new)})
-        return {"request_id": name, "model": self._model, "choices": choices, **self._totals()}
+        return {"request_id": name, "model": self._model, "choices": self._choices(), **self._totals()}
+
+    def _choices(self) -> list[dict[str, Any]]:
+        responses = sorted(self._latest.items())
+        return [{"index": index, **self._choice(new), **_ending(new)} for index, new in responses]
+
+    def _choice(self, new: NewTokens) -> dict[str, Any]:
+        return {"token_ids": new.tokens.tolist(), "logprobs": self._logprobs(new)}
 
     def _logprobs(self, new: NewTokens, *, named: bool = False) -> dict[str, Any] | None:
         """Returns the log-probabilities and bytes of new tokens, or None if not requested. If `named`, tokens are identified by text instead of id."""
@@ -94,18 +97,17 @@ class ChatAnswer(GenerateAnswer):
 
     def whole(self) -> dict[str, Any]:
         """Returns the complete answer. Every response must have ended."""
-        choices = []
-        for index, new in sorted(self._latest.items()):
-            text = self._texts[index].add(new.tokens.tolist(), last=True)
-            message = {"role": "assistant", "content": text}
-            choices.append({"index": index, "message": message, **self._parts(new), **_ending(new)})
-        parts = {"object": "chat.completion", "choices": choices, **self._totals()}
-        return {**self._head, **parts, **self._prompt}
+        fields = {"object": "chat.completion", "choices": self._choices(), **self._totals()}
+        return {**self._head, **fields, **self._prompt}
+
+    def _choice(self, new: NewTokens) -> dict[str, Any]:
+        text = self._texts[new.index].add(new.tokens.tolist(), last=True)
+        return {"message": {"role": "assistant", "content": text}, **self._details(new)}
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Returns one chunk per response, to be sent first. It contains the role but no tokens."""
-        parts = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        chunks = [self._chunk({"index": index, **parts}) for index in range(len(self._texts))]
+        first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        chunks = [self._chunk({"index": index, **first}) for index in range(len(self._texts))]
         return [chunks[0] | self._prompt, *chunks[1:]]
 
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:
@@ -116,7 +118,7 @@ class ChatAnswer(GenerateAnswer):
         asked = tokens and (self._request.logprobs or self._request.return_token_ids)
         if not (text or last or asked):
             return None
-        choice = {"index": new.index, "delta": {"content": text} if text else {}, **self._parts(new)}
+        choice = {"index": new.index, "delta": {"content": text} if text else {}, **self._details(new)}
         if not last:
             return self._chunk({**choice, "finish_reason": None})
         return self._chunk({**choice, **_ending(new)}) | {"weights_version": new.spans[0].version}
@@ -128,24 +130,25 @@ class ChatAnswer(GenerateAnswer):
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
-    def _parts(self, new: NewTokens) -> dict[str, Any]:
-        parts = {"logprobs": self._logprobs(new, named=not self._request.tokens_as_ids)}
-        return {**parts, "token_ids": new.tokens.tolist()} if self._request.return_token_ids else parts
+    def _details(self, new: NewTokens) -> dict[str, Any]:
+        logprobs = {"logprobs": self._logprobs(new, named=not self._request.tokens_as_ids)}
+        return {**logprobs, "token_ids": new.tokens.tolist()} if self._request.return_token_ids else logprobs
 
 
 class CompletionAnswer(GenerateAnswer):
     """The answer to one prompt of a request to `/v1/completions`."""
 
     def whole(self) -> dict[str, Any]:
-        """Returns the choices, without indices, and the totals. Every response must have ended."""
-        choices = []
-        for _, new in sorted(self._latest.items()):
-            # A stop string ends the response, but not the prompt before it.
-            stop = () if self._request.echo else self._request.stop
-            text = GrowingText(self._tokenizer, stop).add(new.tokens.tolist(), last=True)
-            choices.append({"text": text, "logprobs": self._table(new), **_ending(new)})
+        """Returns the choices and the totals. Every response must have ended."""
+        choices = self._choices()
         self._sampled -= len(self._request.prompt) * self._request.echo
         return {"choices": choices, **self._totals()}
+
+    def _choice(self, new: NewTokens) -> dict[str, Any]:
+        # A stop string ends the response, but not the prompt before it.
+        stop = () if self._request.echo else self._request.stop
+        text = GrowingText(self._tokenizer, stop).add(new.tokens.tolist(), last=True)
+        return {"text": text, "logprobs": self._table(new)}
 
     def _table(self, new: NewTokens) -> dict[str, Any] | None:
         """Returns the log-probabilities in the format of OpenAI's completions, or None if not requested. Only scored prompts have `top_logprobs`."""
@@ -155,11 +158,11 @@ class CompletionAnswer(GenerateAnswer):
         names, text = [decoded(self._tokenizer, [token]) for token in tokens], GrowingText(self._tokenizer)
         offsets = [0, *accumulate(len(text.add([token])) for token in tokens[:-1])]
         if (scores := new.scores) is not None:
-            own = islice(zip(names, logprobs, strict=True), 1, None)
+            actual = islice(zip(names, logprobs, strict=True), 1, None)
             top = [decoded(self._tokenizer, [token]) for token in scores.top.tolist()]
             best = zip(top, scores.top_logprobs.tolist(), strict=True)
             # If two tokens have the same text, the more likely token comes last and so remains.
-            tops = [None, *map(dict, zip(own, best, strict=False))]
+            tops = [None, *map(dict, zip(actual, best, strict=False))]
             logprobs[0] = None
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
@@ -258,8 +261,8 @@ class HttpServer(ServerThread):
         if request.path == "/health":
             return
         if self._api_key:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            known = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._api_key)
+            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            known = hmac.compare_digest(key.strip().encode("utf-8", "replace"), self._api_key)
             if not known or scheme.lower() != "bearer":
                 raise RequestError(
                     "the Authorization header must be `Bearer KEY` with the key that the server was started with",
@@ -328,21 +331,21 @@ class HttpServer(ServerThread):
         content = await _body(request)
         self._connections.works(request.protocol)
         asked = await asyncio.to_thread(read_completions, content, self._limits)
-        parts, answers = [], [CompletionAnswer(each, self._limits) for each in asked]
+        wholes, answers = [], [CompletionAnswer(checked, self._limits) for checked in asked]
         request[_ANSWERS] = answers
         async with AsyncExitStack() as submitted:
-            batch = [await submitted.enter_async_context(sampled(self._requests, each)) for each in asked]
+            batch = [await submitted.enter_async_context(sampled(self._requests, one)) for one in asked]
             for answer, arriving in zip(answers, batch, strict=True):
                 async for new in arriving:
                     answer.add(new)
                 # It runs in a thread because it decodes each token.
-                parts.append(await asyncio.to_thread(answer.whole))
-        choices = enumerate(choice for part in parts for choice in part["choices"])
-        usage = {name: sum(part["usage"][name] for part in parts) for name in parts[0]["usage"]}
+                wholes.append(await asyncio.to_thread(answer.whole))
+        choices = enumerate(choice for whole in wholes for choice in whole["choices"])
+        usage = {name: sum(whole["usage"][name] for whole in wholes) for name in wholes[0]["usage"]}
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
-        found = {"choices": [{"index": index, **choice} for index, choice in choices], "usage": usage}
-        version = min(part["weights_version"] for part in parts)
-        return _json({**head, "model": self._limits.model, **found, "weights_version": version})
+        fields = {"choices": [choice | {"index": index} for index, choice in choices], "usage": usage}
+        version = min(whole["weights_version"] for whole in wholes)
+        return _json({**head, "model": self._limits.model, **fields, "weights_version": version})
 
 
 def is_loopback(host: str) -> bool:
@@ -384,17 +387,13 @@ def _name_of(host: str) -> str:
 
 
 async def _body(request: web.Request) -> bytes:
-    """Returns the body of a request.
-
-    Raises:
-        RequestError: the content type or encoding is not supported, or the body does not arrive in time.
-    """
-    for name, found, needed in (
+    """Returns the body of a request. Raises RequestError for another content type or encoding, or if the body does not arrive in time."""
+    for name, value, accepted in (
         ("Content-Type", request.content_type, "application/json"),
         ("Content-Encoding", request.headers.get("Content-Encoding", "identity"), "identity"),
     ):
-        if found != needed:
-            text = f"the header {name} is {found[:80]!r}; the server accepts {needed}"
+        if value != accepted:
+            text = f"the header {name} is {value[:80]!r}; the server accepts {accepted}"
             raise RequestError(text, status=415, code="unsupported_media_type")
     try:
         async with asyncio.timeout(_PATIENCE_S):
@@ -435,8 +434,8 @@ async def _streamed(
     return response
 
 
-def _json(content: Mapping[str, Any], **how: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(content), content_type="application/json", **how)
+def _json(content: Mapping[str, Any], **options: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(content), content_type="application/json", **options)
 
 
 def _error(error: RequestError) -> web.Response:

@@ -81,8 +81,8 @@ class JetStreamServer(ServerThread):
                     if tokens and tokens[-1] in ends:
                         tokens.pop()
                     last, with_text = new.finish_reason is not None, request.HasField("text_content")
-                    part = sample(text=text.add(tokens, last=last) if with_text else "", token_ids=tokens)
-                    block = _messages.DecodeResponse.StreamContent(samples=[part])
+                    piece = sample(text=text.add(tokens, last=last) if with_text else "", token_ids=tokens)
+                    block = _messages.DecodeResponse.StreamContent(samples=[piece])
                     await context.write(_messages.DecodeResponse(stream_content=block))
         except DecodeError:
             self._say(f"a message of {len(content)} bytes from {context.peer()} is not a DecodeRequest")
@@ -93,11 +93,7 @@ class JetStreamServer(ServerThread):
             await context.abort(code, f"{error!s:.{_LONGEST_DETAILS}}")
 
     def _checked(self, request: Any) -> CheckedRequest:
-        """Checks a request and tokenizes its prompt.
-
-        Raises:
-            RequestError: the request cannot be served.
-        """
+        """Checks a request and tokenizes its prompt. Raises RequestError if it cannot be served."""
         limits, kind = self._limits, request.WhichOneof("content")
         if kind is None:
             raise RequestError("the request has no prompt; set text_content or token_content")

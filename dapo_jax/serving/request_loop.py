@@ -121,7 +121,7 @@ class RequestLoop:
     def under_way(self) -> int:
         """Number of running and waiting responses."""
         with self._changed:
-            return sum(len(each.requests) for each in [*self._new, *self._unscored]) + len(self._running)
+            return sum(len(served.requests) for served in [*self._new, *self._unscored]) + len(self._running)
 
     def submit(
         self, prompt: Int[np.ndarray, " prompt"], options: OwnOptions, *, count: int, max_tokens: int, listener: Listener,
@@ -219,7 +219,7 @@ class RequestLoop:
             for waiting in (self._new, self._unscored):
                 if served in waiting:
                     waiting.remove(served)
-            left = [each for each in served.requests if self._running.pop(each, None) is not None]
+            left = [request for request in served.requests if self._running.pop(request, None) is not None]
         if left and not self._stopping:
             self._loop.drop(left)
 
@@ -227,13 +227,13 @@ class RequestLoop:
         try:
             if self._stopping:
                 raise stopping()
-            made = jax.block_until_ready(weights())
+            ready = jax.block_until_ready(weights())
         except Exception as error:
             taken.set_exception(error)
             return
         try:
-            self._loop.take(made)
-            self._weights = made
+            self._loop.take(ready)
+            self._weights = ready
             self.version = version
             for request in self._running:
                 request.version = version
@@ -247,8 +247,8 @@ class RequestLoop:
         prompts = [served.requests[0].prompt.tokens for served in taken]
         prefill: Any = self._engine.prefill  # scores are not part of the interface `Engine`
         for finished in prefill(self._weights, prompts, score=True) if taken else ():
-            for index, prefix, place in finished:
-                taken[index].listener(self._scored(taken[index].requests[0], prefix.scores[place]))
+            for index, prefix, row in finished:
+                taken[index].listener(self._scored(taken[index].requests[0], prefix.scores[row]))
                 with self._changed:
                     self._unscored.remove(taken[index])
 

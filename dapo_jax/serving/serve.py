@@ -92,21 +92,13 @@ class ServingOptions:
             raise ConfigError(str(error)) from error
 
     def decoding(self) -> DecodingOptions:
-        """Returns the temperature, top-p and top-k as decoding options.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
+        """Returns the temperature, top-p and top-k as decoding options. Raises ValueError if a value is out of range."""
         return DecodingOptions(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServingOptions):
-    """The options of `dapo-jax serve --jetstream`. Temperature, top-p and top-k apply to all requests, because JetStream requests cannot set them.
-
-    Raises:
-        ConfigError: a value is out of range, or an option works only with `chat`.
-    """
+    """The options of `dapo-jax serve --jetstream`. Temperature, top-p and top-k apply to all requests, because JetStream requests cannot set them."""
 
     max_prompt_tokens: int = 64
     max_response_tokens: int = 64
@@ -182,8 +174,8 @@ def serve_http(
     key = "; requests need the key" if api_key else ""
     greeting = f"{key}; Ctrl-C stops it. http://{{address}}/v1/models describes the model"
     make = partial(HttpServer, api_key=api_key, say=say)
-    how = {"name": options.model_name, "scheme": "http://"}
-    _serve(source, options, lambda _, limits: partial(make, limits=limits), greeting, say, **how)
+    address = {"name": options.model_name, "scheme": "http://"}
+    _serve(source, options, lambda _, limits: partial(make, limits=limits), greeting, say, **address)
 
 
 def _serve(
@@ -237,10 +229,10 @@ def _serve(
 def _held(host: str, port: int) -> socket.socket:
     """Returns a socket that holds an address while the model is loaded. It refuses connections, and the server may listen on the same address later."""
     try:
-        [found, *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        held = socket.socket(found[0])
+        [(family, *_, address), *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        held = socket.socket(family)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(found[4])
+        held.bind(address)
     except OSError as error:
         reason = f"{error.strerror or error}; --port 0 picks a free port"
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
@@ -259,11 +251,7 @@ def _answer_once(requests: RequestLoop, decoding: DecodingOptions) -> None:
 
 
 class Follower:
-    """Watches a training run from a separate thread, and loads each new checkpoint.
-
-    Raises:
-        ConfigError: `source` is not the folder of a run.
-    """
+    """Watches a training run from a separate thread, and loads each new checkpoint. Raises ConfigError if `source` is not a run with checkpoints."""
 
     def __init__(self, source: str, every_s: float, say: Callable[[str], None]) -> None:
         """Records the step of the latest checkpoint. Create the follower before loading the weights, so that no later checkpoint is missed."""
@@ -292,10 +280,10 @@ class Follower:
             try:
                 if self._checkpointer.latest_step() == self._served:
                     continue
-                found = restore()
-                take(found.state.params, found.step)
-                self._served, logged = found.step, ""
-                self._say(f"now serving step {found.step}")
+                restored = restore()
+                take(restored.state.params, restored.step)
+                self._served, logged = restored.step, ""
+                self._say(f"now serving step {restored.step}")
             except Exception as error:  # whatever the error, the server keeps the old weights
                 if str(error) != logged and not self._stopping.is_set():
                     logged = str(error)

@@ -88,11 +88,7 @@ class ServedLimits:
         return CheckedRequest(prompt=prompt, max_tokens=max_tokens, count=count, options=options, **others)
 
     def checked_ids(self, name: str, ids: Sequence[int]) -> Sequence[int]:
-        """Checks that all `ids` are in the vocabulary, and returns them.
-
-        Raises:
-            RequestError: an id is outside the vocabulary.
-        """
+        """Returns `ids`, or raises RequestError if an id is outside the vocabulary."""
         if outside := [token for token in ids if not 0 <= token < self.vocabulary]:
             raise RequestError(
                 f"{name} has the token id {outside[0]}, which is not in the vocabulary of {self.vocabulary} ids, 0 to {self.vocabulary - 1}"

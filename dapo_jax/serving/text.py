@@ -23,7 +23,7 @@ class GrowingText:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._stop = StopStrings(tokenizer, stop)
-        self._held = max((len(each) for each in stop), default=1) - 1
+        self._held = max(map(len, stop), default=1) - 1
         self._window: list[int] = []
         """Tokens to decode next: the last block that ended with a complete character, and all tokens after that block."""
         self._shown = 0
@@ -48,8 +48,8 @@ class GrowingText:
                 if end and start + end == text:
                     self._window, self._shown = self._window[cut:], self._shown - len(start)
                     break
-        places = [place for each in self._stop.strings if (place := self._waiting.find(each)) >= 0]
-        self._over = bool(places)
-        end = min(places, default=len(self._waiting) if last else max(len(self._waiting) - self._held, 0))
+        starts = [at for string in self._stop.strings if (at := self._waiting.find(string)) >= 0]
+        self._over = bool(starts)
+        end = min(starts, default=len(self._waiting) if last else max(len(self._waiting) - self._held, 0))
         new, self._waiting = self._waiting[:end], self._waiting[end:]
         return self._stop.unmarked(new)

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-from functools import partial
 
 import jax
 import numpy as np
@@ -14,11 +13,11 @@ from dapo_jax.cli import main
 from dapo_jax.commands.convert import convert
 from dapo_jax.commands.inference import sample
 from dapo_jax.config import ConfigError, ModelConfig
-from dapo_jax.models.folder import load_model, read_config
+from dapo_jax.models.folder import load_model
 from dapo_jax.run.policy import Policy, find_policy, load_policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from dapo_jax.text.tokenizers import CharTokenizer, load_tokenizer, save_tokenizer
+from dapo_jax.text.tokenizers import load_tokenizer
 
 pytest.importorskip("gguf")
 
@@ -75,19 +74,19 @@ def test_a_folder_becomes_a_folder_of_the_given_dtype(dtype, gguf_file, tmp_path
     assert all((done.folder / name).read_bytes() == (first / name).read_bytes() for name in kept)
 
 
-def test_a_run_is_its_latest_checkpoint(finished, tmp_path):
-    done = convert(str(finished.run_dir), str(tmp_path / "out"))
-    same(load_model(done.folder)[1], finished.policy.params)
-    assert load_tokenizer(done.folder) == finished.policy.tokenizer
-    described = json.loads((done.folder / "config.json").read_text())
-    assert (described["eos_token_id"], described["pad_token_id"]) == (1, 0)
-
-
-def test_a_shipped_model_and_a_preset_become_folders(tmp_path):
-    shipped = convert("shipped:quickstart", str(tmp_path / "shipped"))
-    same(load_model(shipped.folder)[1], find_policy("shipped:quickstart").params)
-    made = convert("preset:tiny", str(tmp_path / "preset"))
-    assert read_config(made.folder).vocab_size == load_tokenizer(made.folder).vocab_size
+def test_a_run_a_shipped_model_and_a_preset_become_folders(finished, tmp_path):
+    """Of a run, its latest checkpoint."""
+    for source, policy in (
+        (str(finished.run_dir), finished.policy),
+        ("shipped:quickstart", find_policy("shipped:quickstart")),
+        ("preset:tiny", find_policy("preset:tiny")),
+    ):
+        done = convert(source, str(tmp_path / source.replace("/", "_")))
+        same(load_model(done.folder)[1], policy.params)
+        assert load_tokenizer(done.folder) == policy.tokenizer
+        described = json.loads((done.folder / "config.json").read_text())
+        ids = described["eos_token_id"], described["pad_token_id"]
+        assert ids == (policy.tokenizer.eos_id, policy.tokenizer.pad_id)
 
 
 def test_nothing_is_overwritten(gguf_file, tmp_path):
@@ -107,21 +106,16 @@ def test_nothing_is_overwritten(gguf_file, tmp_path):
     [
         ("nowhere", "float32", "nowhere is neither a run nor a model: there is no such folder"),
         ("nowhere.gguf", "float32", r"nowhere\.gguf: cannot read nowhere\.gguf"),
-        ("shipped:none", "float32", "no shipped model 'none'; available: quickstart"),
+        ("HALF", "float32", r"half\.gguf"),
+        ("gs://bucket/m.gguf", "float32", r"gs://bucket/m\.gguf: a GGUF file must be on a local disk"),
         ("preset:tyni", "float32", "nearest is 'tiny'"),
         ("shipped:quickstart", "int8", "dtype: found 'int8', needs float32 or bfloat16"),
     ],
 )
-def test_an_invalid_source_leaves_no_target(source, dtype, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        convert(source, str(tmp_path / "out"), dtype=dtype)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_damaged_source_leaves_no_target(gguf_file, tmp_path):
+def test_an_invalid_source_leaves_no_target(source, dtype, message, gguf_file, bucket, tmp_path):
     (tmp_path / "half.gguf").write_bytes(gguf_file.read_bytes()[:20_000])
-    with pytest.raises(ConfigError, match=r"half\.gguf"):
-        convert(str(tmp_path / "half.gguf"), str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=message):
+        convert(source.replace("HALF", f"{tmp_path}/half.gguf"), str(tmp_path / "out"), dtype=dtype)
     assert not (tmp_path / "out").exists()
 
 
@@ -141,26 +135,6 @@ def test_the_command_prints_a_summary(gguf_file, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("dapo-jax convert: ")
 
 
-@pytest.fixture
-def full_disk(monkeypatch):
-    """Flushing fails for lack of space after the given number of files."""
-    from dapo_jax import storage
-
-    flushed = []
-
-    def fsync(number, *, room):
-        flushed.append(number)
-        if len(flushed) > room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    return lambda room: monkeypatch.setattr(storage.os, "fsync", partial(fsync, room=room))
-
-
-def test_a_gguf_file_in_a_bucket_is_to_be_copied_to_a_disk_first(bucket, tmp_path):
-    with pytest.raises(ConfigError, match=r"gs://bucket/m\.gguf: a GGUF file must be on a local disk"):
-        convert("gs://bucket/m.gguf", str(tmp_path / "out"))
-
-
 @pytest.mark.parametrize(
     ("name", "output"),
     [("link", r"target=.*link"), ("a" * 300, "File name too long")],
@@ -176,26 +150,27 @@ def test_a_target_that_cannot_be_made_is_a_usage_error(name, output, tmp_path, c
 @pytest.mark.parametrize(
     ("kind", "there", "room"), [("gguf", True, 2), ("shipped", False, 1), ("folder", False, 2)]
 )
-def test_a_full_disk_leaves_nothing_behind(kind, there, room, full_disk, gguf_file, tmp_path):
-    """Neither an empty tokenizer.json nor a folder that the next attempt would refuse."""
-    target = tmp_path / "out"
+def test_a_full_disk_leaves_nothing_behind(kind, there, room, monkeypatch, gguf_file, tmp_path):
+    """Neither an empty tokenizer.json nor a folder that the next attempt would refuse. Flushing fails after `room` files."""
+    from dapo_jax import storage
+
+    target, flushed = tmp_path / "out", []
     if there:
         target.mkdir()
-    source = {"gguf": str(gguf_file), "shipped": "shipped:quickstart", "folder": "shipped:quickstart"}[kind]
+    source = str(gguf_file) if kind == "gguf" else "shipped:quickstart"
     if kind == "folder":
         source = str(convert(source, str(tmp_path / "first")).folder)
-    full_disk(room)
+
+    def fsync(number):
+        flushed.append(number)
+        if len(flushed) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage.os, "fsync", fsync)
     with pytest.raises(ConfigError, match="No space left"):
         convert(source, str(target))
     assert target.exists() == there
     assert not there or not list(target.iterdir())
-
-
-def test_a_tokenizer_is_there_whole_or_not_at_all(full_disk, tmp_path):
-    full_disk(0)
-    with pytest.raises(OSError, match="No space left"):
-        save_tokenizer(CharTokenizer("ab"), tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json", "tokenizer_config.json"])

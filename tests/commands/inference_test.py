@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from dapo_jax.cli import main
 from dapo_jax.commands import evaluate, sample
 from dapo_jax.config import (
     ConfigError,
@@ -29,12 +28,9 @@ def tokens_of(groups):
     return [rollout.response.tokens.tolist() for group in groups for rollout in group.rollouts]
 
 
-def test_the_seed_decides_the_responses(model, compiled):
+def test_the_seed_decides_the_responses_unless_they_are_greedy(model, compiled):
     first, again, other = (tokens_of(sample_small(model, compiled, seed=seed)) for seed in (0, 0, 1))
     assert first == again != other
-
-
-def test_greedy_responses_to_a_prompt_are_all_the_same(model, compiled):
     for group in sample_small(model, compiled, temperature=0.0):
         assert len({tuple(rollout.response.tokens) for rollout in group.rollouts}) == 1
 
@@ -89,25 +85,20 @@ def test_the_responses_of_a_run_end_where_they_ended_in_training(run_of, compile
     assert min(inner(stop_token_ids=[319])) < 320
 
 
-@pytest.mark.parametrize("limit", [128, 4000])
-def test_a_response_that_fills_every_position_of_the_model_is_refused(limit, model, compiled):
-    with pytest.raises(ConfigError, match=rf"max_response_tokens={limit} .* at most 127.* 128 positions"):
-        sample_small(model, compiled, max_response_tokens=limit)
-
-
 @pytest.mark.parametrize(
-    ("prompts", "how", "message"),
+    ("prompts", "options", "message"),
     [
         ((" ",), {}, "'prompt' is empty"),
         (("1+x",), {}, "character 'x' at position 2"),
         (("1" * 125,), {}, r"125 tokens.*data\.max_prompt_tokens=122"),
         (("1",), {"temperature": 1e-9}, "temperature: found 1e-09"),
         (("1",), {"seed": 2**70}, "seed"),
+        (("1",), {"max_response_tokens": 128}, "max_response_tokens=128 .* at most 127.* 128 positions"),
     ],
 )
-def test_invalid_prompts_and_settings_are_configuration_errors(prompts, how, message, model, compiled):
+def test_invalid_prompts_and_settings_are_configuration_errors(prompts, options, message, model, compiled):
     with pytest.raises(ConfigError, match=message):
-        sample_small(model, compiled, prompts=prompts, **how)
+        sample_small(model, compiled, prompts=prompts, **options)
 
 
 @pytest.fixture
@@ -175,14 +166,6 @@ def test_an_evaluation_reports_whether_scores_or_verdicts_count(
     file = tmp_path / "evaluation.yaml"
     file.write_text("{data: {max_prompt_tokens: 4}, sampling: {slots: 8, max_response_tokens: 6}}")
     assert metric(scored, file) == "score"
-
-
-def test_the_command_leaves_accuracies_out_where_scores_count(finished, tmp_path, capsys):
-    (tmp_path / "mine.py").write_text("def brief(sample):\n    return -float(len(sample.tokens))\n")
-    grader = ["--grader", f"{tmp_path / 'mine.py'}:brief", "reward.workers=0"]
-    asked = ["eval", str(finished.run_dir), "--prompts", "2", "--k", "2", "--max-prompt-tokens", "5", *grader]
-    assert main([*asked, "dynamic_sampling.metric=score"]) == 0
-    assert capsys.readouterr().out.split()[:3] == ["dataset", "reward", "tokens"]
 
 
 def test_rows_and_a_reward_may_come_from_python(model, small):

@@ -70,9 +70,9 @@ def test_graders_are_compared_with_the_record_and_with_each_other(rollouts):
     assert scores.disagreements("dapo", "math") == [1, 2, 5, 6]
 
 
-def test_the_description_shows_the_first_disagreements_with_both_reasons(rollouts):
-    text = describe(score(rollouts, ["dapo", "math"]), show=1)
-    assert "8 responses" in text
+def test_the_description_shows_the_first_disagreements_with_both_reasons(rollouts, capsys):
+    assert main(["score", str(rollouts), "--grader", "dapo", "--grader", "math", "--show", "1"]) == 0
+    text = capsys.readouterr().out
     # Of the eight, `dapo` takes 1 + 1 and `math` 3 + 3, all of dapo's among them.
     assert text.splitlines()[2:6] == [
         "          correct  recorded     dapo     math",
@@ -83,7 +83,6 @@ def test_the_description_shows_the_first_disagreements_with_both_reasons(rollout
     assert "dapo and math differ on 4 of 8; correct only for dapo: 0, correct only for math: 4" in text
     assert "  step 1, prompt 7, response 1, answer '34': ...Answer: 34.0" in text
     assert "    dapo: wrong; after the last 'Answer:': expected '34'" in text
-    assert "    math: correct; after the last 'Answer:': equal to '34' in meaning" in text
     assert text.count("  step 1, ") == text.count("  step ") == 2  # recorded and math, dapo and math
 
 
@@ -96,16 +95,14 @@ def test_an_own_function_gets_the_row_and_the_tokens(rollouts):
 def test_numbers_are_shown_as_scores(rollouts):
     """Lengths of -1 to -2: none of them is above 0."""
     own = f"{HERE}:brief"
-    found = score(rollouts, [own, "math"])
-    numbers = [verdict.score for verdict in found.verdicts[own]]
-    text = describe(found)
+    text = describe(score(rollouts, [own, "math"]))
     first, _, title, _, _, recorded, mine, *_ = text.splitlines()
-    assert first == f"{own}  mean score {sum(numbers) / 8:.4g}, from {min(numbers):g} to {max(numbers):g}"
+    lengths = [-len(response) / 10 for response in RESPONSES]
+    assert first == f"{own}  mean score {sum(lengths) / 4:.4g}, from {min(lengths):g} to {max(lengths):g}"
     assert title.startswith("8 responses; ")
     assert recorded.split()[:2] == ["recorded", "25.0%"]
     assert mine.split()[:2] == [own, "0.0%"]
     assert f"    {own}: score -1;" in text
-    assert f"{own}: wrong" not in text
 
 
 def test_recorded_scores_are_shown_and_may_be_missing(rollouts):
@@ -131,11 +128,6 @@ def test_a_whole_group_function_gets_the_responses_of_one_step_and_prompt(rollou
     own = f"{HERE}:longest"
     verdicts = score(rollouts, [own], workers=workers).verdicts[own]
     assert [verdict.correct for verdict in verdicts] == [False, False, True, False] * 2
-
-
-def test_the_command_prints_it(rollouts, capsys):
-    assert main(["score", str(rollouts), "--grader", "dapo", "--grader", "dapo_boxed"]) == 0
-    assert "dapo_boxed    25.0%    100.0%   100.0%      100.0%" in capsys.readouterr().out
 
 
 def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):

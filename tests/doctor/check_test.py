@@ -89,8 +89,4 @@ def test_a_cache_that_is_sized_to_fit_counts_as_one_sequence(cache_tokens, state
 )
 def test_the_limits_depend_on_dtype_and_platform(kl, largest, dtype, platform, state):
     found = agreement(kl=kl, largest=largest, compute_dtype=dtype, platform=platform)
-    assert found.state == state
-    assert bool(found.remedy) == (state == "failed")
-    assert found.message.startswith(
-        f"KL {kl:.1e}, largest difference of log-probabilities {largest:.1e} nats"
-    )
+    assert (found.state, bool(found.remedy)) == (state, state == "failed")

@@ -17,7 +17,7 @@ from dapo_jax.doctor import examination as module
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.examination import show, verdict
 from dapo_jax.parallel.weights import WeightTransfer
-from dapo_jax.run import sampler_setup, training_pass
+from dapo_jax.run import training_pass
 from dapo_jax.run.policy import Policy, find_policy
 from dapo_jax.storage.locks import take
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -212,14 +212,6 @@ def test_an_episode_without_room_for_a_turn_is_a_warning(chatting, examined):
     assert examined(environment__episode_tokens=1000, **keys)["grader"].state == "ok"
 
 
-def test_special_tokens_are_shown_by_name(chatting, examined):
-    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    write(chatting / "model", {"chat_template.jinja": template.encode()})
-    keys = {"model__source": chatting / "model", "data__chat": "true", "quick": True}
-    last = examined(**keys)["training data"].details[2]
-    assert re.search(r"the tokens '<\|im_start\|>' '\d' '\+' '\d' '<\|im_end\|>'$", last)
-
-
 @pytest.mark.parametrize(
     ("metric", "grader", "state", "begins", "remedy"),
     [
@@ -242,16 +234,13 @@ def test_with_scores_answers_must_score_more_than_an_empty_response(
 
 def test_only_wrong_responses_are_a_warning(examined, graders, configure, tmp_path):
     """A model with random weights writes no right sum, in responses as long as the run's. A run that learns from a teacher alone has something to learn from them."""
-    found = examined(reward__grader=f"{graders}:tagged", right="::{answer}::")["grade"]
+    grader = {"reward__grader": f"{graders}:tagged", "right": "::{answer}::"}
+    found = examined(**grader)["grade"]
     assert (found.state, found.message.partition(",")[0]) == ("warning", "0 of 8 are correct")
     assert "dapo-jax sft" in found.remedy
-    found = examined(dynamic_sampling__metric="score", reward__grader=f"{graders}:long")["grade"]
-    assert found.state == "ok"
-    assert found.message.startswith("rewards from ")
     policy = find_policy(configure().model.source)
     replace(policy, params=jax.tree.map(lambda leaf: 0.5 * leaf, policy.params)).save(tmp_path / "teacher")
-    alone = {"teacher__source": tmp_path / "teacher", "dynamic_sampling__enabled": False}
-    found = examined(**alone, reward__grader=f"{graders}:tagged", right="::{answer}::")["grade"]
+    found = examined(teacher__source=tmp_path / "teacher", dynamic_sampling__enabled=False, **grader)["grade"]
     assert (found.state, found.message.partition(",")[0], found.remedy) == ("ok", "0 of 8 are correct", "")
 
 
@@ -274,12 +263,6 @@ def test_a_full_disk(examined, monkeypatch):
     assert "run_dir or data.data_dir or compilation_cache" in found.remedy
 
 
-def test_a_folder_with_the_run_of_another_configuration(examined, configure, tmp_path):
-    (tmp_path / "config.yaml").write_text(to_yaml(configure(run_dir=tmp_path, seed=7)))
-    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    assert "seed was 7, is 0" in only_fails(examined(quick=True, run_dir=tmp_path), "run_dir").message
-
-
 def test_a_folder_with_this_run_can_be_resumed_unless_it_is_in_use(examined, configure, tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(configure(run_dir=tmp_path)))
     with take(tmp_path, lost=lambda *_: None):
@@ -290,6 +273,9 @@ def test_a_folder_with_this_run_can_be_resumed_unless_it_is_in_use(examined, con
     assert found["run_dir"].state == "warning"
     assert "--resume" in found["run_dir"].remedy
     assert {path.name for path in tmp_path.iterdir()} == before
+    (tmp_path / "config.yaml").write_text(to_yaml(configure(run_dir=tmp_path, seed=7)))
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    assert "seed was 7, is 0" in only_fails(examined(quick=True, run_dir=tmp_path), "run_dir").message
 
 
 def test_too_little_memory(examined, monkeypatch):
@@ -301,19 +287,12 @@ def test_too_little_memory(examined, monkeypatch):
 
 def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
     """Its weights are a tenth larger."""
-    plain = sampler_setup.transfer_of
+    plain = WeightTransfer.__call__
 
-    def enlarged(policy, meshes, sampling, **how):
-        class Enlarged(WeightTransfer):
-            def __call__(self, params):
-                return super().__call__(jax.tree.map(lambda leaf: leaf * 1.1, params))
+    def enlarged(self, params):
+        return plain(self, jax.tree.map(lambda leaf: leaf * 1.1, params))
 
-        made = plain(policy, meshes, sampling, **how)
-        enlarged = object.__new__(Enlarged)
-        enlarged.__dict__.update(made.__dict__)
-        return enlarged
-
-    monkeypatch.setattr(sampler_setup, "transfer_of", enlarged)
+    monkeypatch.setattr(WeightTransfer, "__call__", enlarged)
     assert "do not train" in only_fails(examined(), "agreement").remedy
 
 

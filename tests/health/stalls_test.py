@@ -93,10 +93,14 @@ def test_waiting_for_others_is_no_stall_as_long_as_one_of_them_makes_progress(en
 
 
 def test_waiting_for_others_without_progress_is_a_stall_and_reports_them(ended, capfd):
-    with Watch(0.2, end=ended, received=lambda: {1: sent(7, "reading prompts")}) as watch:
+    posts = []
+    received = {"broadcast": posts.append, "received": lambda: {1: sent(7, "reading prompts")}}
+    with Watch(0.2, end=ended, **received) as watch:
         watch.note("waiting for the others", for_others=True)
         assert ended.event.wait(5)
     assert "process 1: reading prompts, for 0 s" in capfd.readouterr().err
+    assert json.loads(posts[0]) == [2, "waiting for the others", True, False]
+    assert json.loads(posts[-1]) == [2, "waiting for the others", True, True]
 
 
 def test_a_process_reports_its_threads_when_another_stalls_and_continues(ended, capfd):
@@ -108,11 +112,3 @@ def test_a_process_reports_its_threads_when_another_stalls_and_continues(ended, 
     report = capfd.readouterr().err
     assert report.count("thread MainThread:") == 1
     assert "this process: sampling" in report
-
-
-def test_activities_are_broadcast(ended):
-    posts = []
-    with Watch(0.4, end=ended, broadcast=posts.append) as watch:
-        watch.note("waiting for the others", for_others=True)
-        time.sleep(0.25)
-    assert json.loads(posts[-1]) == [2, "waiting for the others", True, False]

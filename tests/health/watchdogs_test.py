@@ -78,16 +78,8 @@ def test_truncation_is_more_than_half_and_more_than_at_first():
     assert raised(healthy(rollout__truncated_frac=[0.6] * 5 + [0.7] * 15)) == []
 
 
-def texts_of(steps, **how):
-    dogs = Watchdogs(**how)
-    return [text for step in steps for text in dogs.step(step)[1]]
-
-
 def test_groups_are_flat_after_half_a_window():
-    steps = healthy(rollout__mixed_frac=0.0, rollout__all_correct_frac=0.0)
-    assert raised(steps) == [("flat_groups", 5)]
-    [text] = texts_of(steps)
-    assert "last 5 steps 0.0% of the groups" in text
+    assert raised(healthy(rollout__mixed_frac=0.0, rollout__all_correct_frac=0.0)) == [("flat_groups", 5)]
     assert raised(healthy(rollout__mixed_frac=0.03)) == []
 
 
@@ -97,15 +89,13 @@ def test_with_the_metric_score_groups_are_flat_by_score():
     assert raised(healthy(**above, rollout__scores_differ_frac=1.0), metric="score") == []
     steps = healthy(**above, rollout__scores_differ_frac=[1.0] * 10 + [0.0] * 10)
     assert raised(steps, metric="score") == [("flat_groups", 15)]
-    [text] = texts_of(steps, metric="score")
-    assert "last 5 steps the scores differed in 0.0%" in text
-    assert not {"right", "wrong", "correct"} & set(text.split())
 
 
 def test_flat_verdicts_whose_scores_differ_name_the_remedy():
     below = {"rollout__accuracy": 0.0, "rollout__all_correct_frac": 0.0, "rollout__mixed_frac": 0.0}
-    [text] = texts_of(healthy(**below, rollout__scores_differ_frac=0.9))
-    assert "90%" in text
+    dogs = Watchdogs()
+    steps = healthy(**below, rollout__scores_differ_frac=0.9)
+    [text] = [text for step in steps for text in dogs.step(step)[1]]
     assert "dynamic_sampling.metric=score" in text
 
 

@@ -50,22 +50,19 @@ def test_new_data_arrives_and_the_position_stays(driver, run):
     with served(run) as server:
         shown = opened(driver, server)
         shown.until(lambda: "30 of 30" in shown.one(".summary").text)
-        plot = '[data-title="Entropy"] svg[role=img]'
-        shown.click('[data-value="updates"]')
         shown.click('[data-series="rollout/accuracy"]')
+        plot = '[data-title="Entropy"] svg[role=img]'
         driver.execute_script("arguments[0].scrollIntoView(); arguments[0].focus()", shown.one(plot))
-        for _ in range(3):
-            shown.press(Keys.ARROW_RIGHT)
-        shown.until(lambda: shown.one('[data-title="Entropy"] .where').text == "2 updates")
-        before = driver.execute_script("return scrollY")
+        shown.press(*[Keys.ARROW_RIGHT] * 3)
+        before = driver.execute_script("return scrollY"), shown.one('[data-title="Entropy"] .where').text
         add_step(run, 31)
         shown.until(lambda: "31 of 30" in shown.one(".summary").text)
-        assert driver.execute_script("return scrollY") == before
+        assert (
+            driver.execute_script("return scrollY"),
+            shown.one('[data-title="Entropy"] .where').text,
+        ) == before
         assert driver.execute_script("return document.activeElement === arguments[0]", shown.one(plot))
-        assert shown.one('[data-title="Entropy"] .where').text == "2 updates"
-        assert shown.one('[data-value="updates"]').get_attribute("aria-pressed") == "true"
         assert shown.one('[data-series="rollout/accuracy"]').get_attribute("aria-pressed") == "false"
-        shown.until(lambda: shown.one(".distribution").is_displayed())
         assert complaints(driver) == []
 
 
@@ -73,11 +70,9 @@ def test_the_open_group_stays_and_new_ones_are_listed(driver, run):
     with served(run) as server:
         shown = opened(driver, server)
         shown.click("#tab-rollouts")
-        shown.until(lambda: shown.status() == "240 responses in 60 groups")
         shown.all("#rollouts .row")[2].click()
         shown.until(lambda: shown.one("#rollouts .heading h2").text == "Step 2")
         prompt = shown.one("#rollouts .question pre").text
-        driver.execute_script("document.querySelector('#rollouts .groups').scrollTop = 700")
         shown.one("#search").send_keys("what is")
         shown.until(lambda: shown.status().startswith("240 responses in 60 groups with"))
         driver.execute_script("document.querySelector('#rollouts .groups').scrollTop = 700")
@@ -86,7 +81,6 @@ def test_the_open_group_stays_and_new_ones_are_listed(driver, run):
         assert shown.one("#rollouts .question pre").text == prompt
         assert driver.execute_script("return document.querySelector('#rollouts .groups').scrollTop") == 700
         assert driver.execute_script("return document.activeElement.id") == "search"
-        assert shown.one("#search").get_attribute("value") == "what is"
         shown.click("#tab-evaluations")
         shown.until(lambda: len(shown.all("#evaluations .bar")) == 2)
         assert complaints(driver) == []
