@@ -1,5 +1,7 @@
 """Environments of other libraries, by name."""
 
+import sys
+
 import pytest
 
 from dapo_jax.environments import load_environment
@@ -22,6 +24,16 @@ from dapo_jax.environments import load_environment
 )
 def test_an_unknown_name_is_reported_with_the_nearest(source, message):
     with pytest.raises(ValueError, match=message):
+        load_environment(source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"), [("openenv.core", "openenv:http://localhost:1"), ("skyrl_gym", "skyrl_gym:gsm8k")]
+)
+def test_a_missing_package_is_named_with_its_installation(module, source, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    extra = source.partition(":")[0].replace("_", "-")
+    with pytest.raises(ValueError, match=rf"{source} needs .*package.*: pip install.*{extra}"):
         load_environment(source)
 
 

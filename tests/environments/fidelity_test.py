@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from dapo_jax.environments import Context
 from dapo_jax.environments.rendering import Rendering
@@ -139,11 +139,9 @@ class Conversation:
         self.first = [*([message(rng, "system")] if rng.random() < 0.5 else []), message(rng, "user")]
         knows_tools = "tools" in tokenizer.chat_template.source
         described = {"type": "object", "properties": {"a": {"type": "string", "description": text(rng)}}}
-        tool = {
-            "type": "function",
-            "function": {"name": "f", "description": text(rng), "parameters": described},
-        }
-        self.tools = [tool] if knows_tools and rng.random() < 0.7 else []
+        function = {"name": "f", "description": text(rng), "parameters": described}
+        tools = [{"type": "function", "function": function}]
+        self.tools = tools if knows_tools and rng.random() < 0.7 else []
         self.answers = [text(rng) for _ in range(rng.randrange(1, 4))]
         self.appended = [appended(rng) for _ in self.answers]
         self.marks = [f"said{place}:{rng.random()}" for place, _ in enumerate(self.answers)]
@@ -163,10 +161,8 @@ class Conversation:
 
     def turns(self):
         """Returns the sampled ids: the tokenized answer and an end token."""
-        return [
-            np.append(self.tokenizer.encode(answer), self.tokenizer.eos_id).astype(np.int32)
-            for answer in self.answers
-        ]
+        ids = map(self.tokenizer.encode, self.answers)
+        return [np.append(answer, self.tokenizer.eos_id).astype(np.int32) for answer in ids]
 
     def spelled(self, place):
         """Returns whether the text given there contains a special token."""
@@ -182,7 +178,7 @@ def conversation_of(seed, tokenizer, kwargs):
 
 
 def decoded(tokenizer, ids):
-    return tokenizer._tokenizer.decode([int(number) for number in ids], skip_special_tokens=False)
+    return tokenizer.spelled(np.array(ids, np.int32))
 
 
 def same_text(one, other):
@@ -198,12 +194,9 @@ def specials(tokenizer, ids):
 def parts_of(conversation):
     """Returns the ids before each turn and at the end: first the context, then the ids appended after each turn."""
     rendering = Rendering(tokenizer=conversation.tokenizer, template_kwargs=conversation.kwargs)
-    context = Context(conversation.first, tools=conversation.tools)
+    context = rendering.context_ids(Context(conversation.first, tools=conversation.tools))
     after_turns = zip(conversation.appended, conversation.turns(), strict=True)
-    return [
-        rendering.context_ids(context),
-        *(rendering.ids(messages, after=turn) for messages, turn in after_turns),
-    ]
+    return [context, *(rendering.ids(messages, after=turn) for messages, turn in after_turns)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -264,38 +257,10 @@ def test_text_like_special_tokens_in_all_places_of_a_message_becomes_none(kind):
         assert evil in decoded(tokenizer, found)
 
 
-def test_thoughts_of_a_turn_stay_whatever_the_template_does_to_them():
-    """With a template that hides earlier thoughts: sampled thoughts stay in the episode, and the text after them is the same."""
-    tokenizer, kwargs = own(True)
-    rendering = Rendering(tokenizer=tokenizer, template_kwargs=kwargs)
-    for answer in ("<think>so</think>4", "4"):
-        turn = np.append(tokenizer.encode(answer), tokenizer.eos_id).astype(np.int32)
-        found = decoded(tokenizer, rendering.ids([{"role": "tool", "content": "5"}], after=turn))
-        response = "<tool_response>\n5\n</tool_response>"
-        assert found == f"\n<|im_start|>user\n{response}<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    messages_so_far = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "<think>so</think>4"},
-        {"role": "tool", "content": "5"},
-    ]
-    assert "so" not in tokenizer.chat_template.render(messages_so_far, kwargs)
-
-
-def merging():
-    """A vocabulary that merges the end of a turn with the text after it: `a` and `b` become one token."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc"]
-    merges = [("a", "b"), ("ab", "c")]
-    made = Tokenizer(models.BPE({piece: place for place, piece in enumerate(pieces)}, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(special)
-    return HuggingFaceTokenizer(files_of(made.to_str()))
-
-
 def test_sampled_tokens_are_not_tokenized_again_where_a_token_would_span_the_border():
-    tokenizer = merging()
-    sampled = tokenizer.encode("x a")
-    found = Rendering(tokenizer=tokenizer).ids("bc", after=sampled)
-    assert decoded(tokenizer, [*sampled, *found]) == "x abc"
-    assert tokenizer.encode("x abc").tolist()[: len(sampled)] != sampled.tolist(), "another text is needed"
+    """The vocabulary has one token for the end of the turn and the text after it."""
+    tokenizer, _ = own(False)
+    sampled = tokenizer.encode("x th")
+    found = Rendering(tokenizer=tokenizer).ids("e", after=sampled)
+    assert decoded(tokenizer, [*sampled, *found]) == "x the"
+    assert tokenizer.encode("x the").tolist()[: len(sampled)] != sampled.tolist(), "another text is needed"

@@ -37,12 +37,7 @@ SPLITS = {
     "replace": (PIECES, [normalizers.Replace(" ", SPACE)], None),
     "strip": (BYTES, [normalizers.Strip()], pre_tokenizers.ByteLevel(add_prefix_space=False)),
 }
-FLAGS = {
-    "plain": {},
-    "normalized": {"normalized": True},
-    "rstrip": {"rstrip": True},
-    "lstrip": {"lstrip": True},
-}
+FLAGS = {"plain": {}} | {flag: {flag: True} for flag in ("normalized", "rstrip", "lstrip")}
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
     "begins with text": "Talk\n{% for m in messages %}<|im_start|> {{ m.role }}: {{ m.content }} <|im_end|>{% endfor %}<|im_start|>",
@@ -64,8 +59,7 @@ def tokenizer_of(split, flags, template):
     model, steps, before = SPLITS[split]
     kind = {key: value for key, value in model.items() if key in ("vocab", "unk_token", "byte_fallback")}
     made = Tokenizer(models.BPE(**kind, merges=[tuple(pair) for pair in model["merges"]]))
-    if steps is not None:
-        made.normalizer = normalizers.Sequence(steps)
+    made.normalizer = normalizers.Sequence(steps or [])
     if before is not None:
         made.pre_tokenizer = before
     made.add_special_tokens([AddedToken(text, special=True, **FLAGS[flags]) for text in SPECIAL])
@@ -85,11 +79,9 @@ def over_http(tokenizer, messages):
     return read_chat(json.dumps({"messages": messages}).encode(), limits).prompt.tolist()
 
 
-def split_at(tokenizer, messages, text):
-    """The tokens of a row's conversation up to the end of `text`, and the tokens that begin after it, by the offsets of `tokenizers`."""
-    rendered = tokenizer.chat_template.render(messages)
-    end = rendered.index(text) + len(text)
-    found = tokenizer._tokenizer.encode(rendered, add_special_tokens=False)
+def split_at(tokenizer, text, end):
+    """The tokens of the first `end` characters of a text, and the tokens after them, by the offsets of `tokenizers`."""
+    found = tokenizer._tokenizer.encode(text, add_special_tokens=False)
     assert not any(begin < end < stop for begin, stop in found.offsets), "a token spans the border"
     first = next(place for place, (begin, _) in enumerate(found.offsets) if begin >= end)
     return found.ids[:first], found.ids[first:]
@@ -107,7 +99,8 @@ def test_a_conversation_has_the_same_tokens_in_every_place(split):
             expected = row(tokenizer, messages)
             assert over_http(tokenizer, messages) == expected, case
             assert rendering.context_ids(Context(messages)).tolist() == expected, case
-        before, after = split_at(tokenizer, CONVERSATION, ANSWER)
+        text = tokenizer.chat_template.render(CONVERSATION)
+        before, after = split_at(tokenizer, text, text.index(ANSWER) + len(ANSWER))
         turn = np.array(before[-4:], np.int32)
         assert rendering.ids(CONVERSATION[2:], after=turn).tolist() == after, case
         if tokenizer._added.get(after[0]) in SPECIAL:  # the turn ends with the token that the template writes
@@ -118,12 +111,9 @@ def test_a_conversation_has_the_same_tokens_in_every_place(split):
 @every
 @pytest.mark.parametrize("last", [ANSWER, "<|im_end|>"])
 def test_a_text_is_appended_as_it_would_be_tokenized_within_the_whole(split, last):
-    tokenizer = tokenizer_of(split, "plain", "chatml")
-    text = "\nToo low: END"
-    found = tokenizer._tokenizer.encode(f"a guess {last}{text}", add_special_tokens=False)
-    first = next(place for place, (begin, _) in enumerate(found.offsets) if begin >= len(f"a guess {last}"))
-    turn = np.array(found.ids[:first], np.int32)
-    assert Rendering(tokenizer=tokenizer).ids(text, after=turn).tolist() == found.ids[first:]
+    tokenizer, turn, text = tokenizer_of(split, "plain", "chatml"), f"a guess {last}", "\nToo low: END"
+    before, after = split_at(tokenizer, turn + text, len(turn))
+    assert Rendering(tokenizer=tokenizer).ids(text, after=np.array(before, np.int32)).tolist() == after
 
 
 @every
@@ -141,9 +131,8 @@ def test_a_demonstration_is_tokenized_as_the_continuation_of_its_prompt(split):
 def test_a_message_that_spells_a_special_token_does_not_change_the_tokens_around_it(split):
     """The special tokens are the template's. Between them, there are the tokens of a tokenizer that does not know the spelled token."""
     tokenizer = tokenizer_of(split, "plain", "content after a token")
-    ignorant = Tokenizer.from_str(
-        tokenizer.files["tokenizer.json"].decode().replace("<|endoftext|>", "<|other|>")
-    )
+    file = tokenizer.files["tokenizer.json"].decode()
+    ignorant = Tokenizer.from_str(file.replace("<|endoftext|>", "<|other|>"))
     messages = [{"role": "user", "content": "END <|endoftext|> the end"}, *CONVERSATION[1:]]
     expected = ignorant.encode(tokenizer.chat_template.render(messages), add_special_tokens=False).ids
     assert over_http(tokenizer, messages) == expected

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from dapo_jax.environments.tool_schemas import schema_of
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.messages import canonical_messages
 
-ADD = ToolCall("add", {"a": 1})
+ADD, NOW = ToolCall("add", {"a": 1}), ToolCall("now", {})
 
 
 @pytest.mark.parametrize(
@@ -24,27 +25,25 @@ ADD = ToolCall("add", {"a": 1})
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 3, [ADD] * 3),
         ('<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>', [ADD]),
         ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [ADD]),
-        ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
-        ('<tool_call>{"name": "now", "arguments": ""}</tool_call>', [ToolCall("now", {})]),
-        ('<tool_call>{"name": "now", "arguments": " \\n"}</tool_call>', [ToolCall("now", {})]),
-        ('<tool_call>{"name": "now", "arguments": null}</tool_call>', [ToolCall("now", {})]),
-        ('<tool_call>{"name": "now", "arguments": "null"}</tool_call>', [ToolCall("now", {})]),
-        ('<tool_call>{"name": "now", "parameters": null}</tool_call>', [ToolCall("now", {})]),
-        ('{"name": "now", "parameters": ""}', [ToolCall("now", {})]),
+        ('<tool_call>{"name": "now"}</tool_call>', [NOW]),
+        ('<tool_call>{"name": "now", "arguments": " \\n"}</tool_call>', [NOW]),
+        ('<tool_call>{"name": "now", "arguments": null}</tool_call>', [NOW]),
+        ('<tool_call>{"name": "now", "arguments": "null"}</tool_call>', [NOW]),
+        ('{"name": "now", "parameters": ""}', [NOW]),
         # A stop string may have cut off the end mark.
         ('I add.<tool_call>{"name": "add", "arguments": {"a": 1}}', [ADD]),
-        ('<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]</tool_call>', [ADD, ToolCall("now", {})]),
+        ('<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]</tool_call>', [ADD, NOW]),
         ('{"name": "add", "parameters": {"a": 1}}', [ADD]),
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
         ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}', [ADD] * 2),
         ('{"name": "say", "parameters": {"t": "; {"}}', [ToolCall("say", {"t": "; {"})]),
         ('{"answer": 4}', []),
         ('<think>\n<tool_call>{"name": "no"}</tool_call></think>\n{"name": "add", "parameters": {"a": 1}}', [ADD]),
-        ("thoughts that a template opened</think><tool_call>{\"name\": \"now\"}</tool_call>", [ToolCall("now", {})]),
+        ("thoughts that a template opened</think><tool_call>{\"name\": \"now\"}</tool_call>", [NOW]),
         ('<think>thoughts that do not end <tool_call>{"name": "add"}</tool_call>', []),
-        ('perhaps <tool_call>{"name": "no"}</tool_call>?</think><tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
+        ('perhaps <tool_call>{"name": "no"}</tool_call>?</think><tool_call>{"name": "now"}</tool_call>', [NOW]),
         ('perhaps <tool_call>{"name": "no"}</tool_call>?</think>The answer is 4.', []),
-        ('<tool_call>{"name": "now"}</tool_call><think><tool_call>{"name": "no"}</tool_call>', [ToolCall("now", {})]),
+        ('<tool_call>{"name": "now"}</tool_call><think><tool_call>{"name": "no"}</tool_call>', [NOW]),
         ('{"name": "no", "parameters": {}}</think>The answer is 4.', []),
         ('[THINK]<tool_call>{"name": "no"}</tool_call>[/THINK]The answer is 4.', []),
     ],
@@ -97,22 +96,8 @@ FAMILIES = {
 """Our own templates with the call formats of the families' templates: begin, one call, separator (None: one call at most) and end."""
 
 TEXTS = [
-    "Paris",
-    "",
-    " ",
-    "5",
-    "true",
-    "null",
-    "a\nb\n",
-    'it\'s "so"',
-    "{}",
-    "[1]",
-    "x; {",
-    "naïve 日本",
-    "</tool_call>",
-    "a, b: c",
-    "<b>",
-]
+    "Paris", "", " ", "5", "true", "null", "a\nb\n", 'it\'s "so"', "{}", "[1]", "x; {", "naïve 日本", "</tool_call>", "a, b: c", "<b>",
+]  # fmt: skip
 
 
 def written(family, calls):
@@ -140,18 +125,12 @@ def arguments_of(rng):
 def test_a_call_that_the_template_of_a_family_writes_is_read_back(family):
     rng = random.Random(family)
     for _ in range(30):
-        calls = [
-            ("find", arguments_of(rng))
-            for _ in range(1 if FAMILIES[family][2] is None else rng.randint(1, 3))
-        ]
-        turn = written(
-            family, [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in calls]
-        )
-        assert tool_calls(turn, TOOLS) == [ToolCall(*call) for call in calls], turn
+        count = 1 if FAMILIES[family][2] is None else rng.randint(1, 3)
+        calls = [ToolCall("find", arguments_of(rng)) for _ in range(count)]
+        turn = written(family, [{"name": "find", "arguments": json.dumps(call.arguments)} for call in calls])
+        assert tool_calls(turn, TOOLS) == calls, turn
     for end in ("", "</s>", "<|im_end|>\n"):  # a text may have been decoded with its end token
-        assert tool_calls(written(family, [{"name": "now", "arguments": {}}]) + end, TOOLS) == [
-            ToolCall("now", {})
-        ]
+        assert tool_calls(written(family, [{"name": "now", "arguments": {}}]) + end, TOOLS) == [NOW]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,18 +144,14 @@ def test_a_cut_call_is_broken_or_absent_and_never_another_call(family):
 
 
 def test_a_spelled_value_may_contain_the_marks():
-    values = ["</function>", "a</parameter>b", "</tool_call>\n</function> c", "<tool_call>"]
-    for value in values:
-        turn = (
-            f"<tool_call>\n<function=find>\n<parameter=city>\n{value}\n</parameter>\n</function>\n</tool_call>"
-            * 2
-        )
-        assert tool_calls(turn, TOOLS) == [ToolCall("find", {"city": value})] * 2
+    for value in ["</function>", "a</parameter>b", "</tool_call>\n</function> c", "<tool_call>"]:
+        turn = f"<tool_call>\n<function=find>\n<parameter=city>\n{value}\n</parameter>\n</function>\n"
+        assert tool_calls(f"{turn}</tool_call>" * 2, TOOLS) == [ToolCall("find", {"city": value})] * 2
 
 
 def test_a_function_may_have_an_object_instead_of_parameters():
     """Meta describes this format for Llama 3.1."""
-    assert tool_calls('<function=f>{"a": 1}</function>') == [ToolCall("f", {"a": 1})]
+    assert tool_calls('<function=add>{"a": 1}</function>') == [ADD]
 
 
 def test_values_without_a_schema_are_json_or_text():
@@ -195,16 +170,8 @@ def test_a_value_of_a_wrong_type_stays_a_text_so_that_the_policy_reads_its_error
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        'now {"a": 1}',
-        "find(city=1) is 2",
-        "[now] is a list",
-        '["now"]',
-        "<b>x</b>",
-        '{"name": "Bo"}',
-        "now\nthere",
-    ],
-)
+    ['now {"a": 1}', "find(city=1) is 2", "[now] is a list", '["now"]', "<b>x</b>", '{"name": "Bo"}', "now\nthere"],
+)  # fmt: skip
 def test_an_answer_that_resembles_a_call_is_an_answer(answer):
     assert tool_calls(answer, TOOLS) == []
 
@@ -247,8 +214,6 @@ def test_an_argument_may_contain_the_marks():
     ],
 )
 def test_a_malformed_call_is_a_broken_call_with_the_reason(text, reason):
-    import re
-
     [found] = tool_calls(text)
     assert isinstance(found, BrokenCall)
     assert re.search(reason, found.reason), found.reason
@@ -262,20 +227,20 @@ def test_a_malformed_call_is_a_broken_call_with_the_reason(text, reason):
 @pytest.mark.parametrize(
     "filler",
     [
-        " ",
-        "a",
-        "{",
-        "<parameter=a>",
-        "<escape>",
-        "a:",
-        "-",
-        "(",
-        "[TOOL_CALLS]",
-        "<tool_call>",
-        "```json",
-        "x</function>",
-        "</parameter>\n",
-        '{"name"',
+        *(
+            " ",
+            "a",
+            "{",
+            "a:",
+            "-",
+            "(",
+            "<parameter=a>",
+            "<escape>",
+            "[TOOL_CALLS]",
+            "<tool_call>",
+            "```json",
+        ),
+        *("x</function>", "</parameter>\n", '{"name"'),
     ],
 )
 def test_a_long_malformed_turn_takes_little_time(mark, filler):

@@ -8,14 +8,13 @@ import pytest
 from dapo_jax.dapo.rollouts import DrawnTurn, Prompt
 from dapo_jax.environments import Episodes, ToolEnvironment, load_environment
 from dapo_jax.environments.rendering import Rendering
-from dapo_jax.rewards.sample import Sample
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.testing import ScriptedEngine
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.stop_strings import StopStrings
 from tests.environments.fidelity_test import decoded, own
-from tests.environments.playing import call
+from tests.environments.playing import call, verdicts_of
 from tests.environments.tools_test import add
 from tests.sampling.continuous_batching_test import KEY
 from tests.text.folders import byte_level_json, files_of
@@ -62,45 +61,31 @@ def sampled(environment, scripts, *, max_turns=4, limit=1200):
     rendering = Rendering(tokenizer=TOKENIZER, template_kwargs=KWARGS)
     with Episodes(environment, rendering, text_of=TOKENIZER.decode, seed=1, max_turns=max_turns) as episodes:
         asked = iter([prompt])
+        limits = {"samples_per_prompt": len(scripts), "max_response_tokens": limit}
         [(_, responses)] = Sampler(engine, prefill_prompts=1).sample(
-            {},
-            lambda count: list(asked)[:count],
-            key=KEY,
-            decoding=decoding(),
-            samples_per_prompt=len(scripts),
-            max_response_tokens=limit,
-            environments=episodes,
-        )
-        samples = [
-            Sample(prompt=prompt, response="", tokens=each.tokens, finish_reason="stop") for each in responses
-        ]
-        return responses, episodes.verdicts(samples).result(5)
+            {}, lambda count: list(asked)[:count], key=KEY, decoding=decoding(), environments=episodes, **limits
+        )  # fmt: skip
+        return responses, verdicts_of(episodes, prompt, len(responses))
 
 
 def conversation(said, results, tools):
     """The template's own text of the conversation, up to the end of the last answer."""
     told = list(ASKED)
     for text, result in zip(said, [*results, None], strict=True):
-        told += [
-            {"role": "assistant", "content": text},
-            *([] if result is None else [{"role": "tool", "content": result}]),
-        ]
-    return TOKENIZER.chat_template.render(told, {"tools": tools, **KWARGS}).removesuffix(
-        "\n<|im_start|>assistant\n"
-    )
+        told.append({"role": "assistant", "content": text})
+        told += [] if result is None else [{"role": "tool", "content": result}]
+    text = TOKENIZER.chat_template.render(told, {"tools": tools, **KWARGS})
+    return text.removesuffix("\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("kind", ["own", "trl"])
 def test_an_episode_of_tools_is_the_conversation_that_the_template_writes(kind):
-    environment = (
-        ToolEnvironment([multiply], ends_right)
-        if kind == "own"
-        else load_environment(f"trl:{__name__}:Multiplying")
-    )
+    tools = ToolEnvironment([multiply], ends_right)
+    environment = tools if kind == "own" else load_environment(f"trl:{__name__}:Multiplying")
     scripts = [[WRONG, RIGHT, "It is 42"], [BROKEN, "It is 41"], ["It is 43"], [RIGHT, RIGHT, RIGHT, RIGHT]]
     responses, verdicts = sampled(environment, scripts)
-    tools = ToolEnvironment([multiply], ends_right)._tools.schemas
-    text = conversation(scripts[0], ["error: multiply: b must be integer; got '7'", "42"], tools)
+    results = ["error: multiply: b must be integer; got '7'", "42"]
+    text = conversation(scripts[0], results, tools._tools.schemas)
     assert decoded(TOKENIZER, responses[0].tokens) == text
     assert responses[0].tokens.tolist() == TOKENIZER.encode(text).tolist()
     assert [len(response.turns) for response in responses] == [3, 2, 1, 4]

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -33,10 +32,8 @@ class Client:
             raise RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)")
         if action.get("break"):
             raise RuntimeError("Server error: out of memory (code: EXECUTION_ERROR)")
-        done = action["say"] == "12"
-        return SimpleNamespace(
-            observation={"said": action["say"], "ü": [1]}, reward=1.0 if done else None, done=done
-        )
+        done, observation = action["say"] == "12", {"said": action["say"], "ü": [1]}
+        return SimpleNamespace(observation=observation, reward=1.0 if done else None, done=done)
 
     async def close(self):
         Client.open -= 1
@@ -44,9 +41,8 @@ class Client:
 
 def test_a_turn_is_an_action_in_json_for_a_client_without_a_schema():
     environment = load_environment(f"openenv:{__name__}:Client")
-    context, steps, episode = played(
-        environment, ROW, '{"say": "1"}', "say 12", "[1]", '{"break": "invalid"}', '{"say": "12"}', seed=5
-    )
+    turns = ['{"say": "1"}', "say 12", "[1]", '{"break": "invalid"}', '{"say": "12"}']
+    context, steps, episode = played(environment, ROW, *turns, seed=5)
     assert context.contents == [{"role": "user", "content": "Make it say 12.\n\nready"}]
     assert episode._client.seed == 5
     assert steps[0].append == [{"role": "user", "content": '{"said": "1", "ü": [1]}'}]
@@ -62,12 +58,6 @@ def test_a_turn_is_an_action_in_json_for_a_client_without_a_schema():
 def test_an_error_of_the_servers_own_is_raised():
     with pytest.raises(RuntimeError, match="out of memory"):
         played(load_environment(f"openenv:{__name__}:Client"), ROW, '{"break": "memory"}')
-
-
-def test_a_missing_package_is_named_with_its_installation(monkeypatch):
-    monkeypatch.setitem(sys.modules, "openenv.core", None)
-    with pytest.raises(ValueError, match=r"openenv:http://localhost:1 needs a package: pip install.*openenv"):
-        load_environment("openenv:http://localhost:1")
 
 
 @contextmanager

@@ -39,10 +39,8 @@ class Asking:
         begins = [7] if self.forgetful else [*self.context, *action]
         self.context = [*begins, *TOKENIZER.encode(" Again.").tolist()]
         metrics = {"correct": float(done), "text": text, "turns": 1}
-        following = Ids([] if done else self.context)
-        return SimpleNamespace(
-            reward=1.0 * done, episode_done=done, next_observation=following, metrics=metrics
-        )
+        after = Ids([] if done else self.context)
+        return SimpleNamespace(reward=1.0 * done, episode_done=done, next_observation=after, metrics=metrics)
 
 
 def text_of(ids):
@@ -181,6 +179,5 @@ def test_the_problems_of_the_package_are_played():
     steps = [steps[0] for _, steps, _ in played]
     assert [step.reward for step in steps] == pytest.approx([1.0, 0.0, -0.1])
     assert [step.correct for step in steps] == [True, False, False]
-    assert asyncio.run(environment.group_rewards([episode for _, _, episode in played])) == pytest.approx(
-        [1.0, 0.0, -0.1]
-    )
+    rewards = asyncio.run(environment.group_rewards([episode for _, _, episode in played]))
+    assert rewards == pytest.approx([1.0, 0.0, -0.1])

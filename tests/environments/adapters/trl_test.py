@@ -63,12 +63,9 @@ class Picture(Counter):
 def far(completions, environments, level, prompts, completion_ids, log_metric, log_extra, **rest):
     log_metric("level", level[0])
     log_extra("goal", [environment.goal for environment in environments])
-    far.rest = rest
-    far.seen = completions
+    far.rest, far.seen = rest, completions
     assert len(prompts) == len(completion_ids) == len(environments)
-    return [
-        float(environment.value) - level[0] if environment.value else None for environment in environments
-    ]
+    return [float(instance.value) - level[0] if instance.value else None for instance in environments]
 
 
 async def far_async(environments):
@@ -94,11 +91,8 @@ def test_methods_are_tools_reset_is_shown_and_the_instance_gives_the_reward():
     assert (steps[2].done, steps[2].correct) == (True, None), "the sum decides whether it is right"
     assert steps[2].metrics == {"tool_calls": 3.0, "tool_errors": 1.0}
     assert episode.instance.row == {"prompt": ROW["prompt"], "level": 2}
-    assert rewards(environment, texts, ["no"]) == [1.0, 0.0]
-
-
-def test_an_episode_that_was_cut_off_has_its_reward_all_the_same():
-    assert rewards(load_environment(f"trl:{__name__}:Counter"), [call("add", amount=12)]) == [1.0]
+    cut_off = [call("add", amount=12)]
+    assert rewards(environment, texts, ["no"], cut_off) == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(("function", "first"), [("far", 1.0 + 10.0), ("far_async", 1.0 + 12.0)])
@@ -122,13 +116,9 @@ def test_a_reward_function_receives_the_conversation():
         ("Resetless", r"there is no method reset\(\*\*row\)"),
         ("Count", "did you mean 'Counter'"),
         ("Counter+fa", "did you mean 'far'"),
+        ("Picture", "reset returned"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_named(name, message):
     with pytest.raises(ValueError, match=message):
-        load_environment(f"trl:{__name__}:{name}")
-
-
-def test_a_picture_cannot_be_shown():
-    with pytest.raises(ValueError, match="reset returned"):
-        played(load_environment(f"trl:{__name__}:Picture"), ROW)
+        played(load_environment(f"trl:{__name__}:{name}"), ROW)
