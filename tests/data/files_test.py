@@ -12,7 +12,7 @@ from dapo_jax.data.files import data_files, file_rows
 
 def rows_of(path):
     return [
-        (place, str(found) if isinstance(found, Exception) else found) for place, found in file_rows(path)
+        (row, str(fields) if isinstance(fields, Exception) else fields) for row, fields in file_rows(path)
     ]
 
 

@@ -22,11 +22,8 @@ def source(rows=ROWS, **options):
 
 
 def test_prompt_carries_its_row_and_place():
-    prompt = source(shuffle=False)[32]
-    assert prompt.ordinal == 32
-    assert prompt.text == "12+12"  # 32 = 30 + 2: the third row of the second epoch
-    assert prompt.answer == "24"
-    assert prompt.row["topic"] == "sums"
+    prompt = source(shuffle=False)[32]  # 32 = 30 + 2: the third row of the second epoch
+    assert (prompt.ordinal, prompt.text, prompt.answer, prompt.row["topic"]) == (32, "12+12", "24", "sums")
     np.testing.assert_array_equal(prompt.tokens, TOKENIZER.encode("12+12"))
 
 
@@ -39,12 +36,8 @@ def test_the_prompt_of_an_ordinal_does_not_depend_on_earlier_ones():
 
 def test_braces_in_questions_and_templates_survive():
     rows = [{"prompt": "the set {1, 2} and {prompt}", "answer": "2"}]
-    [prompt] = held_out(
-        rows,
-        TOKENIZER,
-        prompt_format=PromptFormat(DataConfig(prompt_template="{x} {prompt} {0}")),
-        max_prompt_tokens=64,
-    )
+    braces = PromptFormat(DataConfig(prompt_template="{x} {prompt} {0}"))
+    [prompt] = held_out(rows, TOKENIZER, prompt_format=braces, max_prompt_tokens=64)
     assert prompt.text == "{x} the set {1, 2} and {prompt} {0}"
 
 
@@ -130,14 +123,10 @@ def test_the_order_is_that_of_grains_resumed_iterator():
     row_at = row_order([range(COUNT)], seed=5, shuffle=True)
     dataset = grain.MapDataset.source(list(range(COUNT))).seed(5).shuffle().repeat().to_iter_dataset()
 
-    stopped = iter(dataset)
+    stopped, resumed = iter(dataset), iter(dataset)
     before = [next(stopped) for _ in range(COUNT + 7)]
-    state = stopped.get_state()
-
-    resumed = iter(dataset)
-    resumed.set_state(state)
+    resumed.set_state(stopped.get_state())
     after = [next(resumed) for _ in range(COUNT)]
-
     assert before + after == [row_at[place] for place in range(2 * COUNT + 7)]
 
 

@@ -19,11 +19,8 @@ def guesses(text):
 
 def test_splits_are_disjoint_and_together_all_pairs():
     splits = split_pairs()
-    assert {name: len(pairs) for name, pairs in splits.items()} == {
-        "train": 504,
-        "test": 126,
-        "demonstrations": 630,
-    }
+    sizes = {name: len(pairs) for name, pairs in splits.items()}
+    assert sizes == {"train": 504, "test": 126, "demonstrations": 630}
     assert sorted(splits["demonstrations"]) == PAIRS
     assert sorted(splits["train"] + splits["test"]) == PAIRS
 
