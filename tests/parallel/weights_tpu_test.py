@@ -56,7 +56,11 @@ def assert_frugal(compiled, config, *, devices, tensor, temporary):
 
 @pytest.mark.parametrize(
     ("sizes", "sampler_tensor"),
-    [({"fsdp": 4, "tensor": 4}, 0), ({"fsdp": 16}, 4), ({"fsdp": 2, "tensor": 4, "context": 2}, 0)],
+    [
+        ({"fsdp": 16}, 4),
+        pytest.param({"fsdp": 4, "tensor": 4}, 0, marks=pytest.mark.slow),  # more compilations of the same
+        pytest.param({"fsdp": 2, "tensor": 4, "context": 2}, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_there_is_no_sum_and_a_device_gathers_only_its_own_weights(sizes, sampler_tensor):
     """In bfloat16 a layer has 30 MiB and the ends 32 MiB. A device keeps a quarter, and needs at most twice as much meanwhile."""

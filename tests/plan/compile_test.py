@@ -143,6 +143,8 @@ def test_rows_of_several_lengths_and_chunked_prefill_have_their_programs(folder,
     assert found.resident.reread == pytest.approx(2048 * 1024, rel=0.05)
 
 
+# Slow: compiles four programs. tests/plan/programs_test.py has their names, and tests/plan/memory_test.py the bytes.
+@pytest.mark.slow
 def test_rollouts_in_flight_have_their_programs(file):
     """32 responses in flight share 8 slots. A row of prefill has 128 of the 256 tokens of a re-prefilled response."""
     changes = ["rollout.in_flight=32", "rollout.round_tokens=16", "sampling.prefill_tokens=128"]
@@ -156,6 +158,8 @@ def test_rollouts_in_flight_have_their_programs(file):
     assert parts["insert_paused"]["paused responses"] == 32 * (512 + 1) * 4
 
 
+# Slow: compiles an update. tests/parallel/training_layout_test.py offloads the moments of a state.
+@pytest.mark.slow
 def test_moments_in_the_hosts_memory_are_not_on_the_device(file, compiled):
     """8 of 12 bytes per parameter."""
     config = load_config(file, ["optimizer.offload=true"])

@@ -85,12 +85,14 @@ def test_sums_over_chips_are_in_the_compute_dtype(name, how, added):
     assert sums == added
 
 
+@pytest.mark.slow  # another compilation, as the next two
 def test_slots_over_the_chips_exchange_only_sampled_tokens():
     program, layer = compiled(data=4)
     assert not moved(program)
     assert_in_place(program, layer)
 
 
+@pytest.mark.slow
 def test_layers_with_and_without_a_window_are_in_one_program():
     """Heads of 256, as in Gemma. Each kind of layer has its own order of pages, and all caches are updated in place."""
     program, layer = compiled(data=4, head_dim=256, windows=(512, 0))
