@@ -243,23 +243,6 @@ def test_an_unknown_argument_is_answered_with_a_remedy(arguments, hint, capsys):
     assert "key=value" not in output.splitlines()[-1]  # optional, although argparse lists it as missing
 
 
-STARTS = """
-import sys
-sys.modules["dapo_jax.run"] = None  # all slow imports come after this one
-from dapo_jax.cli import main
-try:
-    main(sys.argv[1:])
-except ImportError:
-    print(sorted({"jax", "numpy", "orbax", "tensorflow_datasets"} & set(sys.modules)))
-"""
-
-
-def test_the_first_line_comes_before_what_takes_long_to_import(tmp_path):
-    """A pipe or a log shows at once that the command runs."""
-    done = python("-c", STARTS, "train", QUICKSTART, f"run_dir={tmp_path}/run")
-    assert done.stdout.splitlines() == [f"60 steps in {tmp_path}/run: starting ...", "[]"]
-
-
 ESCAPE = {"prompt": "\x1b[2J\x1b]0;owned\x07\u202e1+1", "answer": "2\x9b31m"}
 
 

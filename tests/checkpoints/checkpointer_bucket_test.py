@@ -12,7 +12,6 @@ from dapo_jax.checkpoints import manifest
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import DamagedError, check_digests, sealed_files
 from dapo_jax.storage import path_of
-from tests import several
 
 FOLDER = "gs://bucket/run/checkpoints"
 
@@ -102,48 +101,6 @@ def test_what_the_bucket_has_the_same_md5_of_is_not_read_to_be_hashed(bucket):
     content["files"][data[0]]["md5"] = ""
     names[path] = (json.dumps(content).encode(), next(bucket.generations))
     assert read_by_a_check(bucket) == {"sha256.json", data[0]}
-
-
-TWO = """
-import sys
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.checkpoints import manifest
-from dapo_jax.parallel import processes
-
-processes.start()
-spread = NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all"))
-w = np.arange(4096, dtype=np.float32)
-state = {"w": jax.make_array_from_callback(w.shape, spread, lambda cut: w[cut])}
-own = manifest.Sealing._own
-
-def printed(self):
-    found = own(self)
-    print("hashed", *sorted(found), flush=True)
-    return found
-
-manifest.Sealing._own = printed
-with Checkpointer(sys.argv[1]) as checkpointer:
-    checkpointer.save(1, state, {}, {})
-    checkpointer.wait()
-    found = checkpointer.restore(state)
-    for shard in found.state["w"].addressable_shards:
-        np.testing.assert_array_equal(np.asarray(shard.data), w[shard.index])
-processes.leave()
-"""
-
-
-def test_two_processes_hash_their_own_objects(bucket):
-    outputs = several.run(TWO, FOLDER, processes=2, devices=1)
-    files = json.loads(bucket.files(FOLDER)[f"{FOLDER}/1/sha256.json"])["files"]
-    for index, output in enumerate(outputs):
-        [line] = [line for line in output.splitlines() if line.startswith("hashed ")]
-        own = [name for name in files if f"/ocdbt.process_{index}/" in name]
-        assert own
-        assert line.split()[1:] == sorted(own)
-    assert read_by_a_check(bucket) == {"sha256.json"}
 
 
 def test_an_object_that_is_replaced_while_it_is_hashed_is_found(bucket, monkeypatch):

@@ -94,10 +94,13 @@ def only_fails(found, name):
     return found[name]
 
 
-def test_a_healthy_configuration_passes_every_check(healthy):
+def test_a_healthy_configuration_passes_every_check(healthy, settings, temporary):
+    """The run's folder stays empty, and temporary files are removed."""
     assert {name for name, one in healthy.items() if one.state != "ok"} <= UNSURE
     assert {"mesh", "model", "memory", "training data", "grader", "run_dir", *STEP} <= healthy.keys()
     assert verdict(healthy, configured=True)[0]
+    assert not settings["run_dir"].exists()
+    assert not list(temporary.iterdir())
 
 
 def test_prompts_are_shown_as_the_model_reads_them(healthy):
@@ -108,12 +111,6 @@ def test_prompts_are_shown_as_the_model_reads_them(healthy):
     assert first.startswith("prompt 0, 3 tokens, answer ")
     a, plus, b = text.strip().strip("'")
     assert last.endswith(f"'{a}' '{plus}' '{b}'")
-
-
-def test_the_runs_folder_stays_empty_and_temporary_files_are_removed(healthy, settings, temporary):
-    assert healthy["checkpoint"].state == "ok"
-    assert not settings["run_dir"].exists()
-    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -194,18 +191,13 @@ def chatting(tmp_path_factory):
     return folder
 
 
-def test_tools_that_the_chat_template_does_not_show_are_a_failure_before_any_step(chatting, examined):
-    keys = {"model__source": chatting / "model", "data__max_prompt_tokens": 99, "quick": True}
-    found = examined(environment__source=f"{chatting}/tools.py:made", **keys)
-    assert re.search(r"tools\.py:made.*`tools`", only_fails(found, "grader").message)
-
-
-def test_an_episode_without_room_for_a_turn_is_a_warning(chatting, examined):
-    """The template writes more than the six tokens of a response around a sum; a tenth of a thousand is enough."""
-    template = CHATML.replace("{%", "{{ tools }}{%", 1)
-    write(chatting / "model", {"chat_template.jinja": template.encode()})
+def test_an_episode_without_tools_or_without_room_for_a_turn_is_reported(chatting, examined):
+    """A template with tools writes more than the six tokens of a response around a sum; a tenth of a thousand is enough."""
     keys = {"model__source": chatting / "model", "data__max_prompt_tokens": 99, "quick": True}
     keys["environment__source"] = f"{chatting}/tools.py:made"
+    assert re.search(r"tools\.py:made.*`tools`", only_fails(examined(**keys), "grader").message)
+    template = CHATML.replace("{%", "{{ tools }}{%", 1)
+    write(chatting / "model", {"chat_template.jinja": template.encode()})
     found = examined(**keys)["grader"]
     assert found.state == "warning"
     assert "environment.episode_tokens" in found.message
@@ -234,24 +226,20 @@ def test_with_scores_answers_must_score_more_than_an_empty_response(
 
 def test_only_wrong_responses_are_a_warning(examined, graders, configure, tmp_path):
     """A model with random weights writes no right sum, in responses as long as the run's. A run that learns from a teacher alone has something to learn from them."""
-    grader = {"reward__grader": f"{graders}:tagged", "right": "::{answer}::"}
-    found = examined(**grader)["grade"]
+    grader = {"reward__grader": f"{graders}:tagged"}
+    found = examined(quick=True, **grader)["grader"]
+    assert found.state == "failed"
+    assert "--right" in found.remedy
+    grader["right"] = "::{answer}::"
+    results = examined(**grader)
+    assert results["grader"].state == "ok"
+    found = results["grade"]
     assert (found.state, found.message.partition(",")[0]) == ("warning", "0 of 8 are correct")
     assert "dapo-jax sft" in found.remedy
     policy = find_policy(configure().model.source)
     replace(policy, params=jax.tree.map(lambda leaf: 0.5 * leaf, policy.params)).save(tmp_path / "teacher")
     found = examined(teacher__source=tmp_path / "teacher", dynamic_sampling__enabled=False, **grader)["grade"]
     assert (found.state, found.message.partition(",")[0], found.remedy) == ("ok", "0 of 8 are correct", "")
-
-
-def test_a_grader_with_its_own_form_needs_the_option_right(examined, graders):
-    grader = f"{graders}:tagged"
-    found = examined(quick=True, reward__grader=grader)["grader"]
-    assert found.state == "failed"
-    assert "--right" in found.remedy
-    found = examined(quick=True, reward__grader=grader, right="::{answer}::")
-    assert found["grader"].state == "ok"
-    assert verdict(found, configured=True)[0]
 
 
 def test_a_full_disk(examined, monkeypatch):

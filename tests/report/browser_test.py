@@ -204,22 +204,6 @@ def test_parts_of_an_episode_are_separate(shown, tmp_path):
         assert shown.texts(".tip div")[:2] == [f"token {token}", kind]
 
 
-def test_the_middle_of_a_long_context_is_folded_and_every_turn_is_seen(shown, tmp_path):
-    """A context of three parts shows 120 tokens, two thirds of them before the fold: of 500, tokens 81 to 460 are hidden.
-
-    The two turns share room for 900 tokens; the second has 1001 with its end token.
-    """
-    context = "".join(f"{place:05d}" for place in range(100))
-    opened_episode(shown, tmp_path, ("turn", "31", 0.0), ("context", context), ("turn", "7" * 1000, 1.0))
-    first, middle, last = shown.texts(".part .said")
-    assert (first, middle) == ("31end", f"{context[:80]}\nShow 380 more tokens\n{context[460:]}")
-    # 1001 less 450, of which 300 are before the fold and 150 after it.
-    assert last == f"{'7' * 300}\nShow 551 more tokens\n{'7' * 149}end"
-    shown.click(".part.context .more")
-    shown.until(lambda: shown.texts(".part .said")[1] == context)
-    assert len(shown.all(".part .more")) == 1, "the other part is folded as before"
-
-
 def test_tokens_are_shaded_by_the_age_of_their_weights(shown, tmp_path):
     """At step 9, whose weights have done 8 steps; the responses have seven characters and an end token."""
     run = write_run(tmp_path / "run", steps=1, every=2)
@@ -242,18 +226,6 @@ def test_tokens_are_shaded_by_the_age_of_their_weights(shown, tmp_path):
     shown.focus("#rollouts .tokens")
     shown.press(Keys.ARROW_RIGHT)
     assert shown.texts(".tip div")[-1] == "sampled by the weights of step 6, 3 steps before"
-
-
-def test_configurations_differ_from_each_other_and_from_the_defaults(shown):
-    shown.click("#tab-configuration")
-    assert {"run_dir", "seed", "steps", "loss.clip_ratio_high"} == set(shown.settings())
-    shown.click('[data-value="departs"]')
-    assert "run_dir" not in shown.settings()
-    [row] = [each for each in shown.all(".keys tbody tr") if "clip_ratio_high" in each.text]
-    assert row.text.split()[-3:] == ["0.28", "0.2", "0.28"]
-    shown.click('#configuration [data-value="all"]')
-    shown.one("#configuration input").send_keys("learning_rate")
-    assert shown.settings() == ["optimizer.learning_rate"]
 
 
 @pytest.fixture
@@ -451,17 +423,6 @@ def test_the_page_works_in_the_frame_of_a_notebook(driver, page, tmp_path):
     assert shown.status() == "104 responses in 26 groups"
     driver.switch_to.default_content()
     assert complaints(driver) == []
-
-
-@pytest.mark.parametrize(
-    ("every", "how", "words"),
-    [(9, {}, "No rollouts were logged yet"), (1, {"rollout_steps": 0}, "made without the rollouts")],
-)
-def test_a_page_without_rollouts_shows_why(every, how, words, shown, tmp_path):
-    made = report(write_run(tmp_path / "run", steps=2, every=every), **how)
-    opened(shown.driver, made.save(tmp_path / "page.html"))
-    shown.click("#tab-rollouts")
-    assert words in shown.one("#rollouts .empty").text
 
 
 def test_unusual_metrics_are_drawn(shown, tmp_path):

@@ -9,11 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -271,18 +271,12 @@ def test_a_lease_is_renewed_while_it_is_held_although_the_storage_is_busy_for_a_
 
 
 def test_a_run_that_has_lost_its_lease_is_ended_and_leaves_the_other_alone(bucket, quick):
-    reported, called = [], threading.Event()
-
-    def lost(status, message):
-        reported.append((status, message))
-        called.set()
-
-    with take(path_of(RUN), lost=lost) as lock:
+    reported = SimpleQueue()
+    with take(path_of(RUN), lost=lambda *reason: reported.put(reason)) as lock:
         others(bucket, pid=8)
-        assert called.wait(30)
+        status, message = reported.get(timeout=30)
         with pytest.raises(LockLostError):
             lock.check()
-    [(status, message)] = reported
     assert status == 1
     assert "is now held by process 8 on far since then" in message
     assert b"theirs" in bucket.files()[LEASE]
