@@ -2,7 +2,8 @@
 # Code that tpu_vm.sh and gke_xpk.sh share. They source this file, which also uses their variables. macOS has bash 3.2, so no
 # features of bash 4 are used.
 
-readonly TOKENS=(HF_TOKEN WANDB_API_KEY)
+# Variables that the workers get. They may be secret.
+readonly PASSED_ON=(HF_TOKEN WANDB_API_KEY JAX_COMPILATION_CACHE_DIR)
 readonly EXTRAS="gcs,hub,tpu,wandb"
 dry_run=""
 data_axis=1 # parallel.data of the configuration
@@ -131,7 +132,7 @@ libtpu_args() { # TYPE SLICES
 # Prints the names of the token variables that are set in this environment. The values never appear in an argument or a message.
 tokens_set() {
   local token
-  for token in "${TOKENS[@]}"; do
+  for token in "${PASSED_ON[@]}"; do
     if [[ -n ${!token:-} ]]; then echo "$token"; fi
   done
 }

@@ -29,7 +29,7 @@ usage: launch/gke_xpk.sh COMMAND --name NAME --cluster CLUSTER [options] [CONFIG
   --restarts N        maximum number of restarts of the JobSet, including preemptions (default 100)
   --dry-run           print the commands without running them
 
-run_dir must be on gs://. HF_TOKEN and WANDB_API_KEY are passed on if they are set. So is LIBTPU_INIT_ARGS; if it is not set, the TPU
+run_dir must be on gs://. HF_TOKEN, WANDB_API_KEY and JAX_COMPILATION_CACHE_DIR are passed on if they are set. So is LIBTPU_INIT_ARGS; if it is not set, the TPU
 compiler's flags are those from libtpu_args in common.sh. Every start resumes from the last
 checkpoint in run_dir, if there is one. Status 2 (a usage or configuration error) ends the workload.
 END

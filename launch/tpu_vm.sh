@@ -35,7 +35,7 @@ usage: launch/tpu_vm.sh COMMAND --name NAME --type TYPE --zone ZONE [options] [C
   --worker N           the worker whose log to follow (default 0)
   --dry-run            print the commands without running them
 
-Paths are relative to the current folder. run_dir must be on gs://. HF_TOKEN and WANDB_API_KEY are passed on if they are set. So is
+Paths are relative to the current folder. run_dir must be on gs://. HF_TOKEN, WANDB_API_KEY and JAX_COMPILATION_CACHE_DIR are passed on if they are set. So is
 LIBTPU_INIT_ARGS; if it is not set, the TPU compiler's flags are those from libtpu_args in common.sh.
 Exit status: 0 if the run is finished, 2 for an error that a retry cannot fix, otherwise the status of the last failure. After a
 failure the TPU still exists and costs money: fix the cause and start again, or delete the TPU with `down`.

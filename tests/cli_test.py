@@ -47,16 +47,13 @@ def brief(sample):
 
 @pytest.fixture(scope="module", autouse=True)
 def home(tmp_path_factory):
-    """Datasets and compiled programs go to `~/.cache`: a home of the tests' own, with the dataset prepared."""
+    """A home of the tests' own, and a prepared dataset."""
     from dapo_jax.data import load_rows
 
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
-        compiled = folder / ".cache" / "dapo_jax" / "xla"
-        compiled.parent.mkdir(parents=True)
-        compiled.symlink_to(os.environ["JAX_COMPILATION_CACHE_DIR"])
-        load_rows("arithmetic", "test[:1]", "~/.cache/dapo_jax/datasets")
+        load_rows("arithmetic", "test[:1]")
         yield folder
 
 
@@ -184,7 +181,7 @@ def test_a_file_or_folder_is_a_dataset(verb, tmp_path, capsys, monkeypatch):
     Path("hub", "data").mkdir(parents=True)
     shutil.copy("own.jsonl", "hub/data/train-00000-of-00001.jsonl")
     for source in ("own.jsonl", "hub", "./hub", str(tmp_path / "own.jsonl")):
-        assert main(["data", verb, source, "--data-dir", str(tmp_path / "kept")]) == 0
+        assert main(["data", verb, source]) == 0
         assert f"{source}: 1 prompts from 1 rows" in capsys.readouterr().out
     assert main(["data", verb, "owm.jsonl"]) == 2
     assert "owm.jsonl" in one_message(capsys, "data")
@@ -207,9 +204,7 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
     file, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
     file.write_text('{"prompt": "1", "answer": ""}\n')
     other.write_text('{"question": "1", "answer": "2"}\n')
-    read, unnamed = (
-        ["jsonl", "--from", str(path), "--data-dir", str(tmp_path / "kept")] for path in (file, other)
-    )
+    read, unnamed = (["jsonl", "--from", str(path)] for path in (file, other))
     for arguments, remedy in ((["gsm8k"], "--from"), (read, "--on-bad-row skip"), (unnamed, "--options '{")):
         assert main(["data", verb, *arguments]) == 2
         output = one_message(capsys, "data")
@@ -248,7 +243,7 @@ ESCAPE = {"prompt": "\x1b[2J\x1b]0;owned\x07\u202e1+1", "answer": "2\x9b31m"}
 
 def test_control_characters_in_data_are_escaped(tmp_path, capsys, model):
     (tmp_path / "data.jsonl").write_text(json.dumps(ESCAPE) + "\n")
-    read = ["jsonl", "--from", str(tmp_path / "data.jsonl"), "--data-dir", str(tmp_path / "kept")]
+    read = ["jsonl", "--from", str(tmp_path / "data.jsonl")]
     assert main(["data", "show", *read]) == 0
     assert main(["sample", "shipped:quickstart", "--prompt", "\x1b[2J"]) == 2  # the message quotes the prompt
     (tmp_path / "data.jsonl").write_text(json.dumps({"\x1b[2J": 1}) + "\n")

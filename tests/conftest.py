@@ -29,6 +29,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# Prepared datasets, too. Their names contain digests of the files.
+os.environ.setdefault("TFDS_DATA_DIR", f"{os.environ['JAX_COMPILATION_CACHE_DIR']}/datasets")
+
 # What a shell starts in the background ignores SIGINT, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dapo_jax.cli.arguments import Commands, add_conversation, command, json_object, option, passed
 from dapo_jax.config import ConfigError, DataConfig
 
-_NAMED = ("on_bad_row", "data_dir", "prompt_template", "system_prompt", "chat_template_kwargs")
+_NAMED = ("on_bad_row", "prompt_template", "system_prompt", "chat_template_kwargs")
 _OPTIONS = {
     "data.chat=true (--chat)": "--chat",
     "data.chat=true": "--chat",
@@ -60,7 +60,6 @@ def _add_dataset(made: argparse.ArgumentParser) -> None:
     option(made, "--options", 'for jsonl: {"prompt": "question"}', "JSON", **how)
     option(made, "--on-bad-row", "action if a row is invalid", choices=("error", "skip"), default="error")
     option(made, "--keep-repeated", "keep rows that repeat the question of an earlier row")
-    option(made, "--data-dir", "folder for prepared datasets", default="~/.cache/dapo_jax/datasets")
 
 
 def prepare(arguments: argparse.Namespace) -> int:

@@ -90,7 +90,6 @@ def add_to(commands: Commands) -> None:
     option(made, "--page-tokens", text, default=0)
     text = "dtype of activations and matrix products"
     option(made, "--compute-dtype", text, choices=("float32", "bfloat16"), default="float32")
-    option(made, "--compilation-cache", "cache for XLA programs", "FOLDER", default="~/.cache/dapo_jax/xla")
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 from dapo_jax.config import ConfigError, DataConfig, ModelConfig
 from dapo_jax.config.keys import prefixed
 from dapo_jax.data.prompts import measured_prompts
+from dapo_jax.data.sources import prepared_folder
 from dapo_jax.rewards.graders import UNREAD_BY
 from dapo_jax.run.prompt_sets import dated, every_split
 from dapo_jax.run.sources import folder_of, source_of
@@ -33,7 +34,7 @@ def prepare(data: DataConfig) -> str:
         lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
         if rows.note:  # only datasets from files have notes, and only their references may be unparsable
             lines += [f"{split}: {line}" for line in _unread_references(rows)]
-    return visible("\n".join([*lines, f"stored in {data.data_dir}"]) + "\n")
+    return visible("\n".join([*lines, f"stored in {prepared_folder()}"]) + "\n")
 
 
 def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -77,7 +77,7 @@ def evaluate(
     """
     config, metric = _configured(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
-    use_compilation_cache(config.compilation_cache)
+    use_compilation_cache()
     checked = check_graders(config.reward, reward=reward)  # before the model loads
     environment = environment_of(config.environment, reward=reward)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
@@ -164,7 +164,6 @@ def sample(
     stop_token_ids: Sequence[int] = (),
     slots: int = 16,
     seed: int = 0,
-    compilation_cache: str = "~/.cache/dapo_jax/xla",
 ) -> list[Group]:
     """Samples responses from a model or run folder, without grading. Each prompt is a text or a list of messages.
 
@@ -182,7 +181,7 @@ def sample(
     kept = own.sampling
     ends = {"stop": list(stop or kept.stop), "stop_token_ids": list(stop_token_ids or kept.stop_token_ids)}
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, slots=slots, **ends)
-    use_compilation_cache(compilation_cache)
+    use_compilation_cache()
     policy, sampler_of = _loaded(source, ParallelConfig(), sampling, "float32")
     chat = chat or own.data.chat
     if run is not None and not chat and policy.tokenizer.chat_template is not None:

@@ -55,7 +55,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
         LockLostError: another run has taken over the folder in a bucket, because this run did not renew its lease in time.
     """
     config = config if isinstance(config, SftConfig) else load_config(config, schema=SftConfig)
-    use_compilation_cache(config.compilation_cache)
+    use_compilation_cache()
     config = replace(config, data=dated(config.data))
     run_dir = place_of(config.run_dir, key="run_dir", write=True)
     with locked(run_dir, value=config.run_dir, key="run_dir", lost=interrupt) as lock:

@@ -74,8 +74,6 @@ class DataConfig(Section, at="data"):
     """Split to train on. `train[:100]` selects its first 100 rows."""
     eval_split: str = key("test", not_empty=True, aliases="dataset_test_split")
     """Split to evaluate on if `eval.datasets` is empty."""
-    data_dir: str = key("~/.cache/dapo_jax/datasets", may_change=True)
-    """Folder for prepared datasets."""
     prompt_template: str = "{prompt}"
     """Template of the prompt, in which `{prompt}` is replaced by the row's question. If a row has messages, the template applies to the last user message.
     `dapo` selects a template with the instructions of the DAPO recipe."""

@@ -99,6 +99,8 @@ FORMER = {
     "reward.on_nonfinite": _fixed(
         "a score that is not finite always ends the run: correct the reward function"
     ),
+    "compilation_cache": _fixed("set the environment variable JAX_COMPILATION_CACHE_DIR instead"),
+    "data.data_dir": _fixed("set the environment variable TFDS_DATA_DIR instead"),
     "batch.packing": _fixed("a row always contains several responses if they fit"),
     "optimizer.from_source": _fixed("a run that starts from another run has a new optimizer state"),
     "sampling.merge_lora": _fixed("the sampler always applies the adapters separately, as training does"),

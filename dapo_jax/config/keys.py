@@ -73,7 +73,7 @@ def needed(one: "Field[Any]") -> bool:
     return one.default is MISSING and one.default_factory is MISSING
 
 
-_PLACES = ("run_dir", "compilation_cache", "source", "path", "data_dir")
+_PLACES = ("run_dir", "source", "path")
 """Names, without the section, of the keys whose value is a folder, a file or a model."""
 _PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 

@@ -632,8 +632,6 @@ class RunConfig(Section):
         may_change=True,
     )
     """Number of steps. A training step samples and grades responses, selects groups and updates the weights. A warm-start step is one update."""
-    compilation_cache: str = key("~/.cache/dapo_jax/xla", may_change=True)
-    """Folder (local or `gs://...`) in which compiled programs are cached for later runs. If empty, nothing is cached."""
     model: ModelConfig = key(default_factory=ModelConfig)
     lora: LoraConfig = key(default_factory=LoraConfig, only_with="lora.rank")
     data: DataConfig = key(default_factory=DataConfig)
@@ -850,8 +848,6 @@ class EvaluateConfig(Section):
 
     seed: int = key(0, range=SEED)
     """Random seed for sampling."""
-    compilation_cache: str = "~/.cache/dapo_jax/xla"
-    """Folder (local or `gs://...`) in which compiled programs are cached for later runs. If empty, nothing is cached."""
     compute_dtype: str = key("float32", choices=DTYPES)
     """Dtype of activations and matrix products: float32 or bfloat16."""
     data: DataConfig = key(default_factory=DataConfig)

@@ -36,10 +36,15 @@ _OURS: dict[str, Any] = {"seed": 0, "train_questions": 4096, "test_questions": 2
 _SPLIT = re.compile(r"(train|test)(?:\[:([1-9][0-9]*)\])?")
 
 
+def prepared_folder() -> str:
+    """Returns the folder for prepared datasets: `TFDS_DATA_DIR`, or ~/.cache/dapo_jax/datasets if this variable is not set."""
+    return os.environ.get("TFDS_DATA_DIR") or "~/.cache/dapo_jax/datasets"
+
+
 def load_rows(
     source_name: str,
     split: str,
-    data_dir: str | os.PathLike[str],
+    data_dir: str | os.PathLike[str] = "",
     options: Mapping[str, Any] = MappingProxyType({}),
     *,
     path: str = "",
@@ -55,7 +60,7 @@ def load_rows(
     Args:
         source_name: a module of `dapo_jax.data.builders`, `reasoning_gym:TASK`, or a file or folder for the builder `jsonl`.
         split: a split such as `train`, or a part of it, such as `train[:100]`.
-        data_dir: folder for prepared datasets; `~` is expanded.
+        data_dir: folder for prepared datasets. Defaults to `prepared_folder()`.
         options: options for a reasoning-gym task (see `reasoning_gym_rows`), or for the builder `jsonl`.
         path: the file or folder for a builder that reads files.
         on_bad_row: `error` to raise at a bad row in a file, or `skip` to leave out bad rows.
@@ -72,7 +77,7 @@ def load_rows(
             raise ValueError(f"dataset {source_name!r} does not read a file; remove data.path={path!r}")
         return LoadedRows(reasoning_gym_rows(source_name.removeprefix(PREFIX), split, options))
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
-    builder = _prepared(source_name, data_dir, files)
+    builder = _prepared(source_name, data_dir or prepared_folder(), files)
     splits, count = builder.info.splits, 0
     there = sorted(splits)
     if or_only and len(there) == 1:
@@ -92,14 +97,13 @@ def load_rows(
 
 def dataset_splits(
     source_name: str,
-    data_dir: str | os.PathLike[str],
     options: Mapping[str, Any] = MappingProxyType({}),
     **reading: Any,
 ) -> list[str]:
     """Returns the names of a dataset's splits. Prepares the dataset first if necessary. The arguments and errors are the same as in `load_rows`."""
     if source_name.startswith(PREFIX):
         return ["test", "train"]
-    return sorted(_prepared(source_name, data_dir, Files(options=options, **reading)).info.splits)
+    return sorted(_prepared(source_name, prepared_folder(), Files(options=options, **reading)).info.splits)
 
 
 def _prepared(name: str, data_dir: str | os.PathLike[str], files: Files) -> "OwnBuilder":
@@ -112,7 +116,7 @@ def _prepared(name: str, data_dir: str | os.PathLike[str], files: Files) -> "Own
         _prepare(builder)
     except OSError as error:
         raise RuntimeError(
-            f"cannot prepare dataset {name!r} under {root}: {error}; set data.data_dir to a writable folder"
+            f"cannot prepare dataset {name!r} under {root}: {error}; set the environment variable TFDS_DATA_DIR to a writable folder"
         ) from error
     # A new builder loads the dataset information from disk, even if another process wrote it.
     return _builder(name, root, files)

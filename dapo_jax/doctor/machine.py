@@ -14,8 +14,8 @@ from dapo_jax.doctor.subject import Subject
 from dapo_jax.parallel import gpu_settings
 from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.plan import topologies
+from dapo_jax.run import records
 from dapo_jax.run.disk_space import SPARE, gib
-from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.storage import in_bucket
 
@@ -106,10 +106,10 @@ def host_bytes() -> tuple[int, int]:
 
 def compilation_cache(subject: Subject) -> Found:
     """Checks that compiled programs can be cached, and enables the cache for the following checks."""
-    folder = subject.config.compilation_cache
+    folder = records.compilation_cache()
     if not folder:
-        return Found("disabled: compilation_cache is empty, so every start compiles all programs")
+        return Found("disabled: JAX_COMPILATION_CACHE_DIR is empty, so every start compiles all programs")
     if not in_bucket(folder):
-        place_of(folder, key="compilation_cache", write=True)
-    use_compilation_cache(folder)
+        place_of(folder, key="JAX_COMPILATION_CACHE_DIR", write=True)
+    records.use_compilation_cache()
     return Found(f"{folder} is writable")

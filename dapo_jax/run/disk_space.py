@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.data.sources import prepared_folder
 from dapo_jax.parallel.together import by_first
+from dapo_jax.run.records import compilation_cache
 from dapo_jax.storage import AnyPath, files_below, in_bucket, path_of, size_of
 
 STATE_BYTES, EXPORT_BYTES = 12, 4
@@ -44,7 +46,7 @@ def check_room(config: TrainConfig, parameters: int) -> str:
 
 
 def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int]]:
-    """Returns a dict from each configuration key for a folder, such as `run_dir`, to the folder and the estimated bytes still to be written there."""
+    """Returns a dict from the configuration key or environment variable of a folder, such as `run_dir`, to the folder and the estimated bytes still to be written there."""
     checkpoint, evaluates = config.checkpoint, config.checkpoint.keep_best and config.eval.every_steps
     saved = 1 + (config.steps // checkpoint.every_steps if checkpoint.every_steps else 0)
     saved += config.steps // config.eval.every_steps if evaluates else 0
@@ -53,8 +55,8 @@ def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int
     if not in_bucket(config.run_dir):
         folders = [path_of(config.run_dir) / name for name in ("checkpoints", "model")]
         size -= sum(size_of(file) for folder in folders for file in files_below(folder))
-    places = {"run_dir": (config.run_dir, max(0, size)), "data.data_dir": (config.data.data_dir, 0)}
-    return places | ({"compilation_cache": (config.compilation_cache, 0)} if config.compilation_cache else {})
+    places = {"run_dir": (config.run_dir, max(0, size)), "TFDS_DATA_DIR": (prepared_folder(), 0)}
+    return places | ({"JAX_COMPILATION_CACHE_DIR": (cache, 0)} if (cache := compilation_cache()) else {})
 
 
 def room_for(places: Mapping[str, tuple[str, int]]) -> Room:

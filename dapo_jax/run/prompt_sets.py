@@ -132,7 +132,7 @@ def every_split(data: DataConfig) -> dict[str, LoadedRows]:
     """
     whole = _own_source(data, "")
     with _named(whole):
-        splits = dataset_splits(data.source, data.data_dir, **_reading(data, whole))
+        splits = dataset_splits(data.source, **_reading(data, whole))
         return {split: _load(data, _own_source(data, split), role=split) for split in splits}
 
 
@@ -164,7 +164,7 @@ def _own_source(data: DataConfig, split: str) -> SourceConfig:
 
 def _load(data: DataConfig, source: SourceConfig, *, role: str) -> LoadedRows:
     split, or_only = source.split or role, not source.split
-    return load_rows(source.source, split, data.data_dir, or_only=or_only, **_reading(data, source))
+    return load_rows(source.source, split, or_only=or_only, **_reading(data, source))
 
 
 def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:

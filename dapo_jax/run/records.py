@@ -18,16 +18,23 @@ from dapo_jax.trackers.json_lines import JsonlTracker, read_metrics
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS, Decode, format_rollouts, write_rollouts
 
 
-def use_compilation_cache(folder: str) -> None:
-    """Makes JAX store compiled programs in `folder` (local or in a bucket) for later processes. An empty string has no effect.
+def compilation_cache() -> str:
+    """Returns the folder (local or in a bucket) in which JAX stores compiled programs for later processes: `JAX_COMPILATION_CACHE_DIR`, or ~/.cache/dapo_jax/xla
+    if this variable is not set. If it is empty, nothing is stored."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    return "~/.cache/dapo_jax/xla" if folder is None else folder
+
+
+def use_compilation_cache() -> None:
+    """Makes JAX store compiled programs in `compilation_cache()`.
 
     Raises:
         ConfigError: the folder is in a bucket and cannot be written to.
     """
-    if not folder:
+    if not (folder := compilation_cache()):
         return
     # Write access to a local folder is not checked, because JAX warns if writing fails.
-    place = place_of(folder, key="compilation_cache", write=in_bucket(folder))
+    place = place_of(folder, key="JAX_COMPILATION_CACHE_DIR", write=in_bucket(folder))
     jax.config.update("jax_compilation_cache_dir", str(place))
     if in_bucket(place):
         # On GPUs, XLA's own cache supports only local files.

@@ -99,7 +99,7 @@ def train(
     watch = Watch(config.stall_timeout_s, end=end, broadcast=processes.broadcast, received=processes.received)
     stop = stop or Stop()
     gpu_settings.apply()
-    use_compilation_cache(config.compilation_cache)
+    use_compilation_cache()
     first = is_first()
     metric = config.dynamic_sampling.metric
     shown = progress or Progress(config.steps, metric=metric, console=Console(quiet=not first))

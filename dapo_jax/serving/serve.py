@@ -77,7 +77,6 @@ class ServingOptions:
     """Make each response bitwise independent of the other requests in the batch."""
     follow_s: float | None = None
     """Seconds between checks for a new checkpoint of the run. If None, the weights do not change."""
-    compilation_cache: str = "~/.cache/dapo_jax/xla"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -189,7 +188,7 @@ def _serve(
     scheme: str = "",
 ) -> None:
     """Runs a server until Ctrl-C. `server_of` returns a function that builds the server. `greeting` is appended to the start-up message."""
-    use_compilation_cache(options.compilation_cache)
+    use_compilation_cache()
     with ExitStack() as ends:
         held = ends.enter_context(_held(options.host, options.port))
         follower = None

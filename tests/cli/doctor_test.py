@@ -26,7 +26,7 @@ def file(tmp_path):
     config.write_text(
         f"{{run_dir: {tmp_path}/run, model: {{source: {tmp_path}/model}}, batch: {{rows_per_microbatch: 8}}, "
         f"sampling: {{slots: 8, max_response_tokens: 8}}, reward: {{overlong: {{enabled: false}}}}, "
-        f"data: {{source: jsonl, path: {tmp_path}/sums.jsonl, max_prompt_tokens: 8, data_dir: {tmp_path}/data}}, "
+        f"data: {{source: jsonl, path: {tmp_path}/sums.jsonl, max_prompt_tokens: 8}}, "
         f"eval: {{datasets: [{{source: jsonl, path: {tmp_path}/sums.jsonl}}]}}}}"
     )
     return str(config)

@@ -2,8 +2,6 @@
 
 from tests.run.conftest import (  # noqa: F401 - fixtures
     chat_model,
-    compiled,
-    data_dir,
     even_sum,
     finished,
     micro,

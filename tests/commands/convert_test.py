@@ -52,7 +52,7 @@ def test_a_gguf_file_becomes_a_folder_that_can_be_sampled(gguf_file, tmp_path):
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.chat_template is None) == (2, 0, False)
     described = json.loads((done.folder / "config.json").read_text())
     assert [described[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [1, [2, 0], 0]
-    (group,) = sample(str(done.folder), ["the"], max_response_tokens=3, slots=8, compilation_cache="")
+    (group,) = sample(str(done.folder), ["the"], max_response_tokens=3, slots=8)
     assert len(group.rollouts) == 1
 
 

@@ -36,7 +36,6 @@ def config(micro, files):
         mixed = DataConfig(
             source="mixture",
             mixture=[first | {"weight": 2}, second],
-            data_dir=str(files / "prepared"),
             max_prompt_tokens=4,
         )
         return replace(plain, data=mixed, eval=replace(plain.eval, datasets=judges, prompts=0))

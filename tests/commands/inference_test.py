@@ -20,18 +20,18 @@ from dapo_jax.trackers.rollout_log import read_problems, read_rollouts
 SMALL = {"max_response_tokens": 6, "slots": 8}
 
 
-def sample_small(model, compiled, prompts=("1+2", "2+2"), **how):
-    return sample(model, prompts, **{"compilation_cache": compiled, "samples_per_prompt": 4, **SMALL, **how})
+def sample_small(model, prompts=("1+2", "2+2"), **how):
+    return sample(model, prompts, **{"samples_per_prompt": 4, **SMALL, **how})
 
 
 def tokens_of(groups):
     return [rollout.response.tokens.tolist() for group in groups for rollout in group.rollouts]
 
 
-def test_the_seed_decides_the_responses_unless_they_are_greedy(model, compiled):
-    first, again, other = (tokens_of(sample_small(model, compiled, seed=seed)) for seed in (0, 0, 1))
+def test_the_seed_decides_the_responses_unless_they_are_greedy(model):
+    first, again, other = (tokens_of(sample_small(model, seed=seed)) for seed in (0, 0, 1))
     assert first == again != other
-    for group in sample_small(model, compiled, temperature=0.0):
+    for group in sample_small(model, temperature=0.0):
         assert len({tuple(rollout.response.tokens) for rollout in group.rollouts}) == 1
 
 
@@ -51,35 +51,35 @@ def texts_of(groups):
     return [group.prompt.text for group in groups]
 
 
-def test_the_prompts_of_a_run_have_the_format_of_its_data(run_of, compiled):
+def test_the_prompts_of_a_run_have_the_format_of_its_data(run_of):
     shown = [{"prompt": "1+1", "response": "2"}]
     keys = {"chat": True, "system_prompt": "S", "few_shot": shown, "prompt_template": "Q {prompt}"}
     run = run_of(**{f"data__{name}": value for name, value in keys.items()})
     turns = "user\nQ 1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\nQ 3"
     for system, given in (("S", {}), ("T", {"system_prompt": "T"})):
-        [text] = texts_of(sample_small(run, compiled, ["3"], samples_per_prompt=1, **given))
+        [text] = texts_of(sample_small(run, ["3"], samples_per_prompt=1, **given))
         assert text == (
             f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>{turns}<|im_end|>\n<|im_start|>assistant\n"
         )
 
 
-def test_a_run_on_conversations_is_asked_in_a_conversation(run_of, compiled, tmp_path):
+def test_a_run_on_conversations_is_asked_in_a_conversation(run_of, tmp_path):
     row = {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    data = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "data_dir": str(tmp_path / "data")}
+    data = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")}
     run = run_of(**{f"data__{name}": value for name, value in data.items()})
-    [text] = texts_of(sample_small(run, compiled, ["3"], samples_per_prompt=1))
+    [text] = texts_of(sample_small(run, ["3"], samples_per_prompt=1))
     assert text == "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
     (tmp_path / "rows.jsonl").unlink()
-    assert texts_of(sample_small(run, compiled, ["3"], samples_per_prompt=1)) == ["3"]
+    assert texts_of(sample_small(run, ["3"], samples_per_prompt=1)) == ["3"]
 
 
-def test_the_responses_of_a_run_end_where_they_ended_in_training(run_of, compiled):
+def test_the_responses_of_a_run_end_where_they_ended_in_training(run_of):
     """Every id of the tokenizer ends a response, and the model's further ids do not, unless the caller names one id."""
     run = run_of(sampling__stop_token_ids=list(range(320)))
 
     def inner(**how):
-        return [token for tokens in tokens_of(sample_small(run, compiled, **how)) for token in tokens[:-1]]
+        return [token for tokens in tokens_of(sample_small(run, **how)) for token in tokens[:-1]]
 
     assert min(inner(), default=320) >= 320
     assert min(inner(stop_token_ids=[319])) < 320
@@ -96,19 +96,18 @@ def test_the_responses_of_a_run_end_where_they_ended_in_training(run_of, compile
         (("1",), {"max_response_tokens": 128}, "max_response_tokens=128 .* at most 127.* 128 positions"),
     ],
 )
-def test_invalid_prompts_and_settings_are_configuration_errors(prompts, options, message, model, compiled):
+def test_invalid_prompts_and_settings_are_configuration_errors(prompts, options, message, model):
     with pytest.raises(ConfigError, match=message):
-        sample_small(model, compiled, prompts=prompts, **options)
+        sample_small(model, prompts=prompts, **options)
 
 
 @pytest.fixture
-def small(compiled, data_dir):
+def small():
     """Makes evaluations of the micro model; `section__key=value` changes one key."""
 
     def make(**changes):
         config = EvaluateConfig(
-            compilation_cache=compiled,
-            data=DataConfig(data_dir=data_dir, max_prompt_tokens=5),
+            data=DataConfig(max_prompt_tokens=5),
             sampling=SamplingConfig(max_response_tokens=6, slots=8),
             eval=EvalConfig(prompts=3, samples_per_prompt=4, top_p=1.0),
         )

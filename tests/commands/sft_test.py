@@ -28,14 +28,13 @@ from dapo_jax.trackers.progress import Progress
 
 
 @pytest.fixture(scope="module")
-def config(model, compiled, data_dir, tmp_path_factory):
+def config(model, tmp_path_factory):
     return SftConfig(
         run_dir=str(tmp_path_factory.mktemp("sft") / "run"),
         steps=3,
-        compilation_cache=compiled,
         max_response_tokens=88,
         model=ModelConfig(source=model),
-        data=DataConfig(max_prompt_tokens=8, data_dir=data_dir, train_split="train[:64]"),
+        data=DataConfig(max_prompt_tokens=8, train_split="train[:64]"),
         batch=SftBatchConfig(pairs_per_step=16, row_tokens=96, rows_per_microbatch=8),
         optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=2),
         sampling=SamplingConfig(slots=8, max_response_tokens=6),

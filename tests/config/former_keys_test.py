@@ -23,6 +23,8 @@ guard: {max_mismatch_kl: 0.1, on_mismatch: stop} -> guard: {max_mismatch_kl: 0.1
 guard: {max_mismatch_kl: 0.1, on_mismatch: warn} -> guard: {max_mismatch_kl: null}
 checkpoint: {grace_s: 3.0} -> {}
 reward: {on_nonfinite: lost} -> {}
+compilation_cache: gs://b/xla -> {}
+data: {data_dir: prepared} -> {}
 batch: {packing: false} -> {}
 optimizer: {from_source: true} -> {}
 sampling: {merge_lora: true} -> {}

@@ -62,7 +62,7 @@ def test_letter_counting_questions_look_like_the_examples_and_none_is_an_example
     data = load_config(LETTERS).data
     examples = examples_of(data.prompt_template)
     test, train = (
-        load_rows(data.source, f"{split}[:100]", data.data_dir, data.source_options)
+        load_rows(data.source, f"{split}[:100]", options=data.source_options)
         for split in (data.eval_split, data.train_split)
     )
     for row in (*test, *train):

@@ -217,7 +217,7 @@ def test_a_wave_has_three_times_the_prompts_that_a_step_trains_on():
         "environment.source=guess environment.credit=turn advantage.scale=none",
         "teacher.source=shipped:quickstart teacher.rewards=true",
         "teacher.source=shipped:quickstart teacher.rewards=true teacher.kl=full loss.select=low_covariance",
-        "compilation_cache= reward.answer_marker=",
+        "reward.answer_marker=",
     ],
 )
 def test_values_just_inside_the_rules_load_unchanged(path, overrides):

@@ -42,7 +42,7 @@ def test_prepared_dataset_is_reused(data_dir, monkeypatch):
 
 def test_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RuntimeError, match=r"'arithmetic' under .*file.*data\.data_dir"):
+    with pytest.raises(RuntimeError, match=r"'arithmetic' under .*file.*TFDS_DATA_DIR"):
         load_rows("arithmetic", "train", tmp_path / "file")
 
 

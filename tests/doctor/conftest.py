@@ -1,7 +1,6 @@
 """A micro model, a file of sums, and a configuration that uses both."""
 
 import json
-import os
 import tempfile
 
 import pytest
@@ -34,11 +33,9 @@ def settings(tmp_path_factory):
     data.write_text("".join(f"{json.dumps(row)}\n" for row in SUMS))
     return {
         "run_dir": folder / "runs" / "one",
-        "compilation_cache": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "model.source": folder / "model",
         "data.source": "jsonl",
         "data.path": data,
-        "data.data_dir": folder / "datasets",
         "data.max_prompt_tokens": 8,
         "eval.datasets": f"[{{source: jsonl, path: {data}}}]",
         "sampling.slots": 8,

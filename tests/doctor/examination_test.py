@@ -247,8 +247,8 @@ def test_a_full_disk(examined, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 0))
     found = only_fails(examined(quick=True), "disk")
-    assert found.message.startswith("0 MiB free for run_dir, data.data_dir, compilation_cache")
-    assert "run_dir or data.data_dir or compilation_cache" in found.remedy
+    assert found.message.startswith("0 MiB free for run_dir, TFDS_DATA_DIR, JAX_COMPILATION_CACHE_DIR")
+    assert "run_dir or TFDS_DATA_DIR or JAX_COMPILATION_CACHE_DIR" in found.remedy
 
 
 def test_a_folder_with_this_run_can_be_resumed_unless_it_is_in_use(examined, configure, tmp_path):

@@ -1,7 +1,5 @@
 """Checks of the machine."""
 
-from dataclasses import replace
-
 import jax
 import pytest
 
@@ -26,9 +24,14 @@ def test_a_cache_that_cannot_be_written_to_is_a_failure(tmp_path):
     (tmp_path / "file").write_text("")
 
     def checked(folder):
-        return machine.compilation_cache(Subject(replace(STAND_IN, compilation_cache=folder)))
+        before = jax.config.jax_compilation_cache_dir
+        try:
+            jax.config.update("jax_compilation_cache_dir", folder)
+            return machine.compilation_cache(Subject(STAND_IN))
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
 
-    with pytest.raises(ConfigError, match=f"compilation_cache={tmp_path}/file/xla"):
+    with pytest.raises(ConfigError, match=f"JAX_COMPILATION_CACHE_DIR={tmp_path}/file/xla"):
         checked(str(tmp_path / "file" / "xla"))
     assert checked("").state == "ok"
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from dapo_jax.trackers.progress import Progress
-from tests.run.conftest import compiled, even_sum, micro, model, on_disk, rows, run_micro, same_run  # noqa: F401
+from tests.run.conftest import even_sum, micro, model, on_disk, rows, run_micro, same_run  # noqa: F401
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def lay_out(folder):
         "run_dir": "run",
         "steps": 1,
         "model": {"source": "model"},
-        "data": {"source": "jsonl", "path": "data.jsonl", "data_dir": "kept", "max_prompt_tokens": 40},
+        "data": {"source": "jsonl", "path": "data.jsonl", "max_prompt_tokens": 40},
         "sampling": {"slots": 8, "max_response_tokens": 4},
         "reward": {"overlong": {"buffer_tokens": 2}},
         "eval": {"datasets": [{"source": "jsonl", "path": "data.jsonl"}]},

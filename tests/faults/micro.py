@@ -33,10 +33,9 @@ def seventh(sample):
 
 CONFIG = """
 run_dir: {folder}/run
-compilation_cache: {compiled}
 steps: {steps}
 model: {{source: {folder}/model}}
-data: {{source: jsonl, path: {folder}/rows.jsonl, data_dir: {folder}/data, max_prompt_tokens: 4, eval_split: train}}
+data: {{source: jsonl, path: {folder}/rows.jsonl, max_prompt_tokens: 4, eval_split: train}}
 sampling: {{slots: 8, max_response_tokens: 6, steps_per_call: 3}}
 reward: {{grader: "{folder}/grader.py:seventh", workers: 0, timeout_s: 600, overlong: {{buffer_tokens: 2}}}}
 dynamic_sampling: {{prompts_per_wave: 3, surplus: carry}}
@@ -110,9 +109,7 @@ def make_run(folder, *, steps, eval_every=0):
     save_micro_model(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "grader.py").write_text(GRADER)
-    text = CONFIG.format(
-        compiled=os.environ["JAX_COMPILATION_CACHE_DIR"], folder=folder, steps=steps, eval_every=eval_every
-    )
+    text = CONFIG.format(folder=folder, steps=steps, eval_every=eval_every)
     (folder / "micro.yaml").write_text(text)
     return Run(folder)
 

@@ -130,7 +130,7 @@ def test_tokens_are_neither_printed_nor_kept(name, tmp_path, monkeypatch, capsys
     ]
 
 
-@pytest.mark.parametrize("key", ["run_dir", "compilation_cache", "model.source", "data.path"])
+@pytest.mark.parametrize("key", ["run_dir", "model.source", "data.path"])
 def test_a_password_in_a_place_is_refused_and_not_repeated(key, capsys):
     """It would be written to config.yaml and sent to trackers."""
     override = f"{key}=https://me:{SECRET}@host/x"

@@ -57,9 +57,7 @@ def logits_of(config, params, tokens):
 
 def greedy_by_sampler(folder, *prompts):
     """64 greedy tokens to each prompt, through prefill, cache and sampler."""
-    groups = sample(
-        str(folder), prompts, max_response_tokens=64, temperature=0.0, slots=8, compilation_cache=""
-    )
+    groups = sample(str(folder), prompts, max_response_tokens=64, temperature=0.0, slots=8)
     return [group.rollouts[0].response.tokens.tolist() for group in groups]
 
 

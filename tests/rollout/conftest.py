@@ -1,8 +1,6 @@
 """The micro run of `tests/run`, whose compiled programs these tests share."""
 
 from tests.run.conftest import (
-    compiled,
-    data_dir,
     even_sum,
     micro,
     model,
@@ -14,8 +12,6 @@ from tests.run.conftest import (
 )
 
 __all__ = [
-    "compiled",
-    "data_dir",
     "even_sum",
     "micro",
     "model",

@@ -278,12 +278,17 @@ def test_machines_that_are_gone_are_followed_by_others_with_empty_disks(
         disk.mkdir()
         options = [
             f"run_dir={run}",
-            "compilation_cache=gs://runs/compiled",
-            f"data.data_dir={disk}/data",
             *options,
         ]
         return several.start(
-            several.COMMAND, "train", path, *options, processes=count, devices=8 // count, HOME=str(disk)
+            several.COMMAND,
+            "train",
+            path,
+            *options,
+            processes=count,
+            devices=8 // count,
+            HOME=str(disk),
+            JAX_COMPILATION_CACHE_DIR="gs://runs/compiled",
         )
 
     started = process(2)

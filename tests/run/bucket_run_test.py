@@ -105,7 +105,6 @@ def test_commands_read_a_run_in_a_bucket(resumed, config, run_micro, finished, r
     ("changes", "message"),
     [
         ({"run_dir": "gs://no-such-bucket/run"}, "^run_dir=gs://no-such-bucket/run: "),
-        ({"compilation_cache": "gs://no-such-bucket/x"}, "^compilation_cache=gs://no-such-bucket/x: "),
         ({"run_dir": "s3://bucket/run"}, "^run_dir=s3://bucket/run: .*gs://"),
         ({"log__tensorboard": True}, r"^log.tensorboard=true with run_dir=gs://bucket/run: "),
     ],

@@ -44,13 +44,12 @@ def test_a_minibatch_with_nothing_left_is_no_update(micro, rows):
     ],
 )
 def test_the_grader_and_the_data_are_checked_before_the_weights(
-    changes, message, micro, data_dir, model_without_weights
+    changes, message, micro, model_without_weights
 ):
     with pytest.raises(ConfigError, match=message):
         Run(
             micro(
                 model__source=model_without_weights,
-                data__data_dir=data_dir,
                 data__max_prompt_tokens=5,
                 **changes,
             )

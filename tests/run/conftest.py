@@ -5,7 +5,6 @@ The eight virtual CPU devices of the test session are the mesh: weights over fsd
 
 import json
 import math
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -96,17 +95,6 @@ def chat_model(tmp_path_factory):
     return str(folder)
 
 
-@pytest.fixture(scope="session")
-def compiled():
-    """Folder of compiled programs that all runs of the session share."""
-    return os.environ["JAX_COMPILATION_CACHE_DIR"]
-
-
-@pytest.fixture(scope="session")
-def data_dir(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("datasets"))
-
-
 ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(3)]
 
 
@@ -116,14 +104,13 @@ def rows():
 
 
 @pytest.fixture(scope="session")
-def micro(model, compiled, tmp_path_factory):
+def micro(model, tmp_path_factory):
     """Makes configurations of the micro run; `section__key=value` changes one."""
 
     def make(run_dir=None, **changes):
         config = TrainConfig(
             run_dir=str(run_dir or tmp_path_factory.mktemp("runs") / "run"),
             steps=4,
-            compilation_cache=compiled,
             model=ModelConfig(source=model),
             data=DataConfig(max_prompt_tokens=4),
             sampling=SamplingConfig(slots=8, max_response_tokens=6, steps_per_call=3),
@@ -180,7 +167,7 @@ def on_disk(micro, rows):
             config = micro(
                 folder / name,
                 data=DataConfig(
-                    source="jsonl", path=str(folder / "rows.jsonl"), data_dir=str(folder / "data"), max_prompt_tokens=4,
+                    source="jsonl", path=str(folder / "rows.jsonl"), max_prompt_tokens=4,
                     eval_split="train",
                 ),
                 reward__grader=f"{folder}/grader.py:{function}",

@@ -72,9 +72,9 @@ def test_a_run_writes_its_checkpoints_and_its_model(
 def test_folders_on_one_disk_share_it(monkeypatch, tmp_path):
     free(monkeypatch, 3 * GIB)
     room = room_for(
-        {"run_dir": (str(tmp_path / "a"), 2 * GIB), "data.data_dir": (str(tmp_path / "b"), 2 * GIB)}
+        {"run_dir": (str(tmp_path / "a"), 2 * GIB), "TFDS_DATA_DIR": (str(tmp_path / "b"), 2 * GIB)}
     )
-    assert (room.state, room.message) == ("failed", "3.0 GiB free for run_dir, data.data_dir, 4.0 GiB needed")
+    assert (room.state, room.message) == ("failed", "3.0 GiB free for run_dir, TFDS_DATA_DIR, 4.0 GiB needed")
 
 
 def test_the_remedy_suffices(monkeypatch, tmp_path):

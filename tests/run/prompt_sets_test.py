@@ -25,7 +25,7 @@ def sums(tmp_path):
 
 
 def data(folder, **options):
-    return DataConfig(data_dir=str(folder / "prepared"), max_prompt_tokens=16, **options)
+    return DataConfig(max_prompt_tokens=16, **options)
 
 
 def one(folder, name, **options):

@@ -98,7 +98,7 @@ def test_a_dataset_passes_through_training_and_evaluation(source, split, grader,
         steps=2,
         model=ModelConfig(source=str(SMOLLM2)),
         data=DataConfig(
-            source=source, path=f"{DATA}/{source}", train_split=split, data_dir=str(tmp_path), prompt_template="dapo",
+            source=source, path=f"{DATA}/{source}", train_split=split, prompt_template="dapo",
             chat=True, max_prompt_tokens=512,
         ),
         sampling=SamplingConfig(slots=16, max_response_tokens=32),

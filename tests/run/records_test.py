@@ -34,7 +34,7 @@ def test_programs_compiled_by_one_process_are_read_from_a_bucket_by_the_next(buc
     code = """if True:
         import jax
         from dapo_jax.run.records import use_compilation_cache
-        use_compilation_cache("gs://bucket/xla")
+        use_compilation_cache()
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         found = []
         jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
@@ -42,6 +42,7 @@ def test_programs_compiled_by_one_process_are_read_from_a_bucket_by_the_next(buc
         print(found.count("/jax/compilation_cache/cache_hits"), found.count("/jax/compilation_cache/cache_misses"))
     """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    environment["JAX_COMPILATION_CACHE_DIR"] = "gs://bucket/xla"
     counts, stored = [], []
     for _ in range(2):
         done = subprocess.run(
@@ -71,7 +72,8 @@ def test_a_user_s_lower_threshold_of_the_compilation_cache_stays(asked, kept, tm
     before = {name: getattr(jax.config, name) for name in names}
     try:
         jax.config.update(limit, asked)
-        use_compilation_cache(str(tmp_path))
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        use_compilation_cache()
         assert getattr(jax.config, limit) == kept
     finally:
         for name, value in before.items():

@@ -51,8 +51,8 @@ def test_an_own_reward_function_sees_the_same(model):
 
 
 @pytest.mark.slow
-def test_conversations_are_sampled_through_the_chat_template(chat_model, compiled):
-    how = {"compilation_cache": compiled, "max_response_tokens": 6, "slots": 8}
+def test_conversations_are_sampled_through_the_chat_template(chat_model):
+    how = {"max_response_tokens": 6, "slots": 8}
     asked = ["1+1", [{"role": "user", "content": "2+2"}]]
     found = sample(chat_model, asked, chat=True, system_prompt="Add.", **how)
     assert [group.prompt.text for group in found] == [SYSTEM + OPENED.format(text) for text in ("1+1", "2+2")]

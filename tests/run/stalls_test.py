@@ -48,8 +48,8 @@ def arguments(model, tmp_path):
     config.write_text("steps: 500\n")
     return [
         "train", config, f"run_dir={tmp_path}/run", f"model.source={model}", "data.source=jsonl", f"data.path={data}",
-        f"data.data_dir={tmp_path}/data", "data.max_prompt_tokens=4", f"eval.datasets=[{{source: jsonl, path: {data}}}]",
-        "eval.prompts=1", "eval.samples_per_prompt=1", "eval.every_steps=0", f"compilation_cache={tmp_path}/xla",
+        "data.max_prompt_tokens=4", f"eval.datasets=[{{source: jsonl, path: {data}}}]",
+        "eval.prompts=1", "eval.samples_per_prompt=1", "eval.every_steps=0",
         "sampling.slots=8", "sampling.max_response_tokens=6", "reward.overlong.enabled=false", "dynamic_sampling.enabled=false",
         "batch.prompts_per_step=2", "batch.groups_per_update=2", "batch.group_size=2", "batch.rows_per_microbatch=2",
         f"stall_timeout_s={LIMIT_S}",

@@ -174,7 +174,6 @@ def test_evaluation_by_itself_has_the_episodes_too(trained, turning, rows):
         sampling=run.sampling,
         eval=run.eval,
         environment=run.environment,
-        compilation_cache=run.compilation_cache,
     )
     found = evaluate(str(trained.run_dir), config, rows=rows)
     rollouts = [rollout for groups in found.groups.values() for group in groups for rollout in group.rollouts]

@@ -33,8 +33,6 @@ def greedy(policies, tmp_path_factory):
     for at, policy in enumerate(policies):
         folder = tmp_path_factory.mktemp(f"model{at}")
         policy.save(folder)
-        groups = sample(
-            str(folder), PROMPTS, temperature=0.0, max_response_tokens=LIMIT, compilation_cache=""
-        )
+        groups = sample(str(folder), PROMPTS, temperature=0.0, max_response_tokens=LIMIT)
         found.append({group.prompt.text: group.rollouts[0].response for group in groups})
     return found

@@ -41,7 +41,7 @@ def test_other_machines_need_a_key(host):
     with pytest.raises(ConfigError, match=f"--host {re.escape(host)} .*DAPO_JAX_API_KEY"):
         serve_http("no such model", HttpOptions(host=host))
     with pytest.raises(ConfigError, match=r"no such model|cannot listen on"):
-        serve_http("no such model", HttpOptions(host=host, port=0, compilation_cache=""), api_key="key")
+        serve_http("no such model", HttpOptions(host=host, port=0), api_key="key")
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,6 @@ def test_the_client_in_the_docs_works(server, greedy):
 )
 def test_options_that_do_not_fit_the_model_are_configuration_errors(options, message, policies, tmp_path):
     policies[0].save(tmp_path / "model")
-    usual = {"max_prompt_tokens": 9, "max_response_tokens": LIMIT, "compilation_cache": ""}
+    usual = {"max_prompt_tokens": 9, "max_response_tokens": LIMIT}
     with pytest.raises(ConfigError, match=message):
         serve(str(tmp_path / "model"), ServeOptions(**usual | options))

@@ -34,10 +34,8 @@ FILES = {
 BASE = {
     "run_dir": "run",
     "steps": 1,
-    "compilation_cache": "",
     "model.source": "model",
     "data.max_prompt_tokens": 4,
-    "data.data_dir": "datasets",
     "sampling.slots": 8,
     "sampling.max_response_tokens": 6,
     "reward.overlong.buffer_tokens": 2,

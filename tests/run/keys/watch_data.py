@@ -1,9 +1,7 @@
 """Watchers of `data`: they see the texts of prompts. A wave has three."""
 
-import os
-
 from tests.run.keys.looking import by_length, refusal
-from tests.run.keys.watching import differs, echoes, watch
+from tests.run.keys.watching import differs, watch
 
 
 def path(name):
@@ -44,13 +42,6 @@ def order(look):
     """The answers of the given rows in the order in which these are asked, two epochs of four."""
     rows = [{"prompt": f"{n}+0", "answer": f"{n}"} for n in range(4)]
     return [group.prompt.answer for group in look.collected(prompts=rows, reward=by_length).sampled]
-
-
-def prepared(look):
-    """The folder of prepared datasets."""
-    look.run(prompts=None)
-    [name] = [name for name in os.listdir() if name.startswith("prepared")]
-    return name
 
 
 def held_out(look):
@@ -96,7 +87,6 @@ WATCHERS = [
         ("train[:1]", {"both": ["0+1"]}),
         also={**IN_ORDER, "data.path": "questions/both", "eval.datasets": []},
     ),
-    echoes("data.data_dir", prepared, "prepared", "prepared_too", also=IN_ORDER),
     watch(
         "data.prompt_template",
         first_text,

@@ -3,8 +3,6 @@
 import json
 import os
 
-import jax
-
 from tests.run.keys.doubles import mean
 from tests.run.keys.looking import ROWS, refusal, rounded
 from tests.run.keys.watching import echoes, watch
@@ -22,15 +20,6 @@ def folders(look):
 
 def steps(look):
     return [line["step"] for line in look.train().metrics]
-
-
-def cache(look):
-    before = jax.config.jax_compilation_cache_dir
-    try:
-        look.train()
-        return os.path.basename(jax.config.jax_compilation_cache_dir)
-    finally:  # the folder goes with this test, and the process stays
-        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def of(cls, name):
@@ -73,7 +62,6 @@ WATCHERS = [
     watch("run_dir", folders, ("out_a", ["out_a"]), ("out_b", ["out_b"]), also=AT_ONCE),
     watch("steps", steps, (1, [1]), (2, [1, 2])),
     echoes("stall_timeout_s", of("Watch", "timeout_s"), 1800.0, 0.0, also=AT_ONCE),
-    echoes("compilation_cache", cache, "cache_a", "cache_b", also=AT_ONCE),
     watch("eval.every_steps", evaluations, (0, [0, 2]), (1, [0, 1, 2]), also={"steps": 2}),
     watch("checkpoint.every_steps", checkpoints, (0, ["2"]), (1, ["1", "2"]), also=SAVED),
     watch("checkpoint.keep", checkpoints, (3, ["1", "2"]), (1, ["2"]), also=SAVED),
