@@ -109,7 +109,7 @@ def lines_of(paths):
 
 def test_library_tests_and_configuration_are_no_larger_than_their_limits():
     """The limits of the whole. They only fall; a commit that raises one needs a reason."""
-    assert lines_of(SOURCES) <= 41_989
+    assert lines_of(SOURCES) <= 42_260
     assert lines_of((ROOT / "tests").rglob("*.py")) <= 54_701
     assert len(leaf_types(TrainConfig)) <= 128
 
@@ -121,9 +121,6 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "dapo_jax/models/gated_delta.py:over_rows",
-    "dapo_jax/run/build.py:__init__",
-    "dapo_jax/run/sampler_setup.py:response_sampler",
-    "dapo_jax/run/train.py:train",
     "dapo_jax/sampling/engine.py:__init__",
     "dapo_jax/sampling/gpu_cache.py:_kernel",
     "dapo_jax/sampling/tpu_cache.py:_kernel",

@@ -16,7 +16,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder, read_json
 from dapo_jax.models.tensors import Tensor, TensorFile, checked, tensor_shapes
 from dapo_jax.run.policy import find_policy
-from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.run.sources import folder_of, run_at
 from dapo_jax.storage import AnyPath, entries, files_of, in_bucket, write_whole
 from dapo_jax.text.huggingface import TOKENIZER_FILES
@@ -59,7 +59,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
         ConfigError: there is no such model, it is damaged or not supported, or `target` is not empty or cannot be written.
     """
     check_value("dtype", dtype, str, Rules(choices=("float32", "bfloat16")))
-    folder = place_of(target, key="target", write=True)
+    folder = checked_folder(target, key="target", write=True)
     if folder.exists() and (not folder.is_dir() or entries(folder)):
         raise ConfigError(f"{target} exists and is not empty; choose another target, or remove it")
     path, made = Path(source).expanduser(), not folder.exists()

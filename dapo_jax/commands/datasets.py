@@ -10,7 +10,7 @@ from dapo_jax.config.keys import prefixed
 from dapo_jax.data.prompts import measured_prompts
 from dapo_jax.data.sources import prepared_folder
 from dapo_jax.rewards.graders import UNREAD_BY
-from dapo_jax.run.prompt_sets import dated, every_split
+from dapo_jax.run.prompt_sets import every_split, with_template_date
 from dapo_jax.run.sources import folder_of, source_of
 from dapo_jax.terminal import visible
 from dapo_jax.text.formatting import PromptFormat
@@ -61,7 +61,7 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
     Raises:
         ConfigError: there is no such dataset, split or model, or a prompt cannot be tokenized.
     """
-    data = dated(data)
+    data = with_template_date(data)
     splits = every_split(data)
     split = split or ("train" if "train" in splits else next(iter(splits)))
     if split not in splits:

@@ -28,14 +28,14 @@ from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
-from dapo_jax.run.meshes import mesh_of, meshes_of
-from dapo_jax.run.policy import Policy, find_policy, load_policy
-from dapo_jax.run.prompt_sets import GivenRows, dated, every_split, held_out_prompts
+from dapo_jax.run.meshes import meshes_of
+from dapo_jax.run.policy import Policy, find_policy
+from dapo_jax.run.prompt_sets import GivenRows, every_split, held_out_prompts, with_template_date
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.run.sampler_programs import sharing
-from dapo_jax.run.sampler_setup import response_sampler
-from dapo_jax.run.sources import data_of_run, run_at
+from dapo_jax.run.sampler_setup import SamplerSpec, evaluation_spec, response_sampler
+from dapo_jax.run.sources import data_of_run, run_at, tokenizer_of
 from dapo_jax.storage import AnyPath
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
@@ -76,21 +76,15 @@ def evaluate(
         ConfigError: there is no such model, dataset or grader, or a value cannot be used.
     """
     config, metric = _configured(model, config, overrides)
-    kept = None if keep is None else place_of(keep, key="keep", write=True)
+    kept = None if keep is None else checked_folder(keep, key="keep", write=True)
     use_compilation_cache()
     checked = check_graders(config.reward, reward=reward)  # before the model loads
     environment = environment_of(config.environment, reward=reward)
-    config = replace(config, data=dated(config.data, like=data_of_run(model)))
-    tokenizer = load_policy(ModelConfig(source=model), weights=False).tokenizer
+    config = replace(config, data=with_template_date(config.data, like=data_of_run(model)))
+    tokenizer = tokenizer_of(ModelConfig(source=model))
     held_out = held_out_prompts(config.data, config.eval, tokenizer, rows=rows)
     policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
-    sampler = sampler_of(
-        config.sampling,
-        seed=config.seed,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        group_size=config.eval.samples_per_prompt,
-        has_turns=bool(config.environment.source),
-    )
+    sampler = sampler_of(evaluation_spec(config), seed=config.seed)
     found: dict[str, list[Group]] = {}
     episodes = episodes_of(environment, config, policy.tokenizer)
     graders = grading(config.reward, policy, stop=config.sampling.stop, graders=checked, episodes=episodes)
@@ -141,11 +135,10 @@ def _loaded(
     model: str, parallel: ParallelConfig, sampling: SamplingConfig, dtype: str
 ) -> tuple[Policy, Callable[..., ResponseSampler]]:
     """Loads a policy. Returns the policy, and a function that builds samplers for it with `response_sampler`."""
-    mesh = mesh_of(parallel)
-    meshes = meshes_of(parallel, mesh)
-    policy = find_policy(model, mesh=mesh, shares=sharing(meshes, sampling, dtype=dtype))
-    resident = bytes_on_device((policy.params, policy.unshared), mesh.shape)
-    return policy, partial(response_sampler, policy, meshes, compute_dtype=dtype, resident=resident)
+    meshes = meshes_of(parallel)
+    policy = find_policy(model, mesh=meshes.train, shares=sharing(meshes, sampling, dtype=dtype))
+    resident = bytes_on_device((policy.params, policy.unshared), meshes.train.shape)
+    return policy, partial(response_sampler, policy, meshes, resident=resident)
 
 
 def sample(
@@ -199,10 +192,13 @@ def sample(
             checked_rows([{"prompt": text, "answer": "-"} for text in prompts]),
             policy.tokenizer,
             max_prompt_tokens=positions - max_response_tokens,
-            prompt_format=PromptFormat(dated(data)),
+            prompt_format=PromptFormat(with_template_date(data)),
         )
     longest = max(len(prompt.tokens) for prompt in found)
-    sampler = sampler_of(sampling, seed=seed, max_prompt_tokens=longest, group_size=samples_per_prompt)
+    spec = SamplerSpec(
+        sampling=sampling, max_prompt_tokens=longest, group_size=samples_per_prompt, compute_dtype="float32"
+    )
+    sampler = sampler_of(spec, seed=seed)
     reward = RewardConfig()
     unread = check_graders(reward, reward=lambda sample: Verdict(correct=False, reason="not graded"))
     ungraded = grading(reward, policy, stop=sampling.stop, graders=unread)

@@ -13,7 +13,7 @@ from dapo_jax.config.keys import prefixed
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.sample import sample_of
 from dapo_jax.run.grader_setup import submit_of
-from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.storage import AnyPath, files_below
 from dapo_jax.terminal import visible
 from dapo_jax.trackers.rollout_log import read_rollouts
@@ -142,7 +142,7 @@ def _differences(scores: Scores, pair: tuple[str, str], differing: list[int], sh
 
 
 def _rows(named: str | AnyPath) -> list[dict[str, Any]]:
-    path = place_of(named, key="rollouts", write=False)
+    path = checked_folder(named, key="rollouts", write=False)
     with prefixed("cannot read rollouts", OSError):
         files = files_below(path) if path.is_dir() else [path]
         files = [file for file in files if file == path or fnmatch(file.name, "step_*.jsonl")]

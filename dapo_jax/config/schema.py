@@ -682,7 +682,12 @@ class TrainConfig(RunConfig):
     @property
     def row_tokens(self) -> int:
         """Number of tokens per packed row: `batch.row_tokens`, or the length of the longest possible rollout."""
-        return self.batch.row_tokens or self.data.max_prompt_tokens + self.sampling.max_response_tokens
+        return self.batch.row_tokens or self.sequence_tokens
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Maximum number of tokens of a prompt and a response together."""
+        return self.data.max_prompt_tokens + self.sampling.max_response_tokens
 
     @property
     def prompts_per_wave(self) -> int:
@@ -836,7 +841,12 @@ class SftConfig(RunConfig):
     @property
     def row_tokens(self) -> int:
         """Number of tokens per packed row: `batch.row_tokens`, or the length of the longest possible pair."""
-        return self.batch.row_tokens or self.data.max_prompt_tokens + self.max_response_tokens
+        return self.batch.row_tokens or self.sequence_tokens
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Maximum number of tokens of a prompt and a response together."""
+        return self.data.max_prompt_tokens + self.max_response_tokens
 
     def check_together(self) -> None:
         self.check_shared(self.max_response_tokens, "max_response_tokens")

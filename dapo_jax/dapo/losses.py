@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from dapo_jax.dapo.aggregation import check_mask
-from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
+from dapo_jax.dapo.metrics import Max, Mean, Metric
 from dapo_jax.hints import check_choice
 
 MAX_LOG_RATIO = 20.0
@@ -169,24 +169,6 @@ def kl_penalty(
         estimate = jnp.exp(jnp.clip(moved, -MAX_LOG_RATIO, MAX_LOG_RATIO)) * by_k3
     penalty = jnp.sum(tokens.weights(weights) * estimate)
     return penalty, {"policy/kl_ref_k1": tokens.mean(by_k1), "policy/kl_ref_k3": tokens.mean(by_k3)}
-
-
-def with_teacher(
-    advantages: Float[Array, "batch seq"],
-    teacher_logprobs: Float[Array, "batch seq"],
-    old_logprobs: Float[Array, "batch seq"],
-    mask: Bool[Array, "batch seq"],
-    *,
-    coef: float = 1.0,
-) -> tuple[Float[Array, "batch seq"], dict[str, Metric]]:
-    r"""Adds the advantages of on-policy distillation, which are $\text{coef} (\log \pi_\text{teacher} - \log \pi_\text{old})$ for each token, in nats.
-
-    Because the policy samples the tokens, the policy gradient of these advantages is an unbiased estimate of the gradient of
-    $-\text{coef}\, \mathrm{KL}(\pi \Vert \pi_\text{teacher})$ of each token's distribution (Agarwal et al. 2023, https://arxiv.org/abs/2306.13649).
-    Also returns the metric `teacher/reverse_kl`, the mean of $\log \pi_\text{old} - \log \pi_\text{teacher}$ over the mask.
-    """
-    difference = jnp.where(mask, teacher_logprobs - old_logprobs, 0.0)
-    return advantages + coef * difference, {"teacher/reverse_kl": token_mean(-difference, mask)}
 
 
 def supervised_loss(

@@ -16,7 +16,7 @@ from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.plan import topologies
 from dapo_jax.run import records
 from dapo_jax.run.disk_space import SPARE, gib
-from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.storage import in_bucket
 
 PACKAGES = (
@@ -110,6 +110,6 @@ def compilation_cache(subject: Subject) -> Found:
     if not folder:
         return Found("disabled: JAX_COMPILATION_CACHE_DIR is empty, so every start compiles all programs")
     if not in_bucket(folder):
-        place_of(folder, key="JAX_COMPILATION_CACHE_DIR", write=True)
+        checked_folder(folder, key="JAX_COMPILATION_CACHE_DIR", write=True)
     records.use_compilation_cache()
     return Found(f"{folder} is writable")

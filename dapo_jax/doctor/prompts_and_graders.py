@@ -10,7 +10,7 @@ from dapo_jax.doctor.check import Found, shortened
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.run.grader_setup import environment_of, episodes_of, submit_of
-from dapo_jax.run.prompt_sets import asked_too_often, dated, held_out_prompts
+from dapo_jax.run.prompt_sets import held_out_prompts, repeated_prompts, with_template_date
 from dapo_jax.text.tokenizers import Tokenizer
 
 FORMS = ("{answer}", "{marker}{answer}", "Answer: {answer}", "\\boxed{{answer}}", "#### {answer}", "<answer>{answer}</answer>")  # fmt: skip
@@ -28,7 +28,7 @@ def training_data(subject: Subject) -> Found:
     source, notes = subject.training
     details = tuple(line for prompt in subject.prompts(SHOWN) for line in _shown(prompt, subject.tokenizer))
     message = "; ".join([f"{source.rows_per_epoch:,} prompts to train on", *notes])
-    if found := asked_too_often(subject.config, source.rows_per_epoch):
+    if found := repeated_prompts(subject.config, source.rows_per_epoch):
         often, remedy = found
         return Found(f"{message}; {often}", "warning", remedy, details)
     return Found(message, details=details)
@@ -48,7 +48,7 @@ def _shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
 
 def evaluation_data(subject: Subject) -> Found:
     """Checks that there are prompts to evaluate on."""
-    data, evaluation = dated(subject.config.data), subject.config.eval
+    data, evaluation = with_template_date(subject.config.data), subject.config.eval
     found = held_out_prompts(data, evaluation, subject.tokenizer, rows=subject.rows)
     return Found(", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in found.items()))
 

@@ -13,9 +13,9 @@ from dapo_jax.doctor.subject import Subject
 from dapo_jax.models.folder import NOT_LOADED
 from dapo_jax.plan.memory import MARGIN, together
 from dapo_jax.plan.topologies import present_bytes
-from dapo_jax.run.disk_space import gib, room_for, written_by
-from dapo_jax.run.meshes import mesh_of, meshes_of
-from dapo_jax.run.run_dir import check_run_dir, place_of
+from dapo_jax.run.disk_space import bytes_to_write, gib, room_for
+from dapo_jax.run.meshes import meshes_of
+from dapo_jax.run.run_dir import check_run_dir, checked_folder
 from dapo_jax.run.sources import with_adapters
 from dapo_jax.storage import in_bucket
 from dapo_jax.storage.locks import LockedError, check_free
@@ -28,10 +28,10 @@ CROWDED = 0.8
 def mesh(subject: Subject) -> Found:
     """Checks that the configured trainer and sampler meshes fit the devices."""
     parallel = subject.config.parallel
-    train = mesh_of(parallel, rows_per_microbatch=subject.config.batch.rows_per_microbatch)
+    meshes = meshes_of(parallel, rows_per_microbatch=subject.config.batch.rows_per_microbatch)
     trainer, sampler = (
-        " x ".join(f"{axis} {size}" for axis, size in one.shape.items() if size > 1) or "1 device"
-        for one in (train, meshes_of(parallel, train).sampler)
+        " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "1 device"
+        for mesh in (meshes.train, meshes.sampler)
     )
     return Found(f"trains on {trainer}, samples on {sampler}")
 
@@ -41,7 +41,7 @@ def model(subject: Subject) -> Found:
     decoder, tokenizer, folder, size, skipped = subject.described
     weights = "random weights" if folder is None else f"{gib(size)} of weights"
     config, vocabulary = subject.config, tokenizer.vocab_size
-    note = decoder.for_length(config.data.max_prompt_tokens + config.sampling.max_response_tokens).length_note
+    note = decoder.for_length(config.sequence_tokens).length_note
     notes = filter(None, (f"{skipped} {NOT_LOADED}" if skipped else "", note))
     found = f"{config.model.source}: {decoder.size_note}, {weights}, {vocabulary:,} tokens"
     return Found("; ".join((found, *notes)))
@@ -81,13 +81,13 @@ def disk(subject: Subject) -> Found:
         parameters = with_adapters(subject.described[0], subject.config.lora).trained_parameters
     except ConfigError:  # the `model` check reports this error
         parameters = 0
-    return Found(*room_for(written_by(subject.config, parameters)))
+    return Found(*room_for(bytes_to_write(subject.config, parameters)))
 
 
 def run_dir(subject: Subject) -> Found:
     """Checks that the run's folder is writable and not in use, and that it is empty or belongs to this run."""
     config = subject.config
-    folder = place_of(config.run_dir, key="run_dir", write=True)
+    folder = checked_folder(config.run_dir, key="run_dir", write=True)
     if not in_bucket(folder):
         try:
             check_free(Path(folder))

@@ -13,7 +13,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.plan.plan import Plan, plan
 from dapo_jax.plan.workload import Assumptions
-from dapo_jax.run.prompt_sets import GivenRows, dated, training_prompts
+from dapo_jax.run.prompt_sets import GivenRows, training_prompts, with_template_date
 from dapo_jax.run.sources import description_of, source_of
 from dapo_jax.storage import AnyPath, entries, size_of
 from dapo_jax.text.tokenizers import Tokenizer
@@ -78,7 +78,7 @@ class Subject:
     @cached_property
     def training(self) -> tuple[PromptSource, Sequence[str]]:
         """The prompts to train on, and notes about them."""
-        data, seed = dated(self.config.data), self.config.seed
+        data, seed = with_template_date(self.config.data), self.config.seed
         source, asked = training_prompts(data, self.tokenizer, seed=seed, rows=self.rows)
         return source, asked.notes
 

@@ -33,7 +33,7 @@ from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import gib, room_for
 from dapo_jax.run.grader_setup import environment_of, episodes_of, grading
 from dapo_jax.run.loop import Metrics, Observer, StepResult, run_steps
-from dapo_jax.run.meshes import mesh_of, meshes_of
+from dapo_jax.run.meshes import meshes_of
 from dapo_jax.run.resume_point import IDENTITY
 from dapo_jax.sampling.engine import BLOCK_SLOTS
 from dapo_jax.training.minibatch import Minibatch
@@ -235,8 +235,8 @@ def half_are_right(samples: Sequence[Sample]) -> list[bool]:
 
 def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
     """Returns a copy of the configuration for a tiny step on `prompts`: with short responses, few slots and few rows."""
-    mesh = mesh_of(config.parallel)
-    rows, slots = batch_shards(mesh.shape), batch_shards(meshes_of(config.parallel, mesh).sampler.shape)
+    meshes = meshes_of(config.parallel)
+    rows, slots = batch_shards(meshes.train.shape), batch_shards(meshes.sampler.shape)
     slots *= BLOCK_SLOTS if config.sampling.batch_invariant else 1
     limit = min(config.sampling.max_response_tokens, RESPONSE_TOKENS)
     return replaced(

@@ -22,17 +22,19 @@ from dapo_jax.plan.roofline import item, prefill_shape_of
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.workload import MeshSizes, Workload
 from dapo_jax.rollout.response_sampler import ResponseSampler
-from dapo_jax.run.meshes import mesh_of, meshes_of
+from dapo_jax.run.build import rollout_sampler
+from dapo_jax.run.learner import Learner
+from dapo_jax.run.meshes import meshes_of
 from dapo_jax.run.policy import Policy, frozen_structs
 from dapo_jax.run.sampler_programs import sharing
-from dapo_jax.run.sampler_setup import prefix_bytes, response_sampler
-from dapo_jax.run.teacher import taught_by, teacher_of
-from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
-from dapo_jax.run.updater_setup import has_reference, objective_of, optimizer_of, recorded_routes, updater_of
+from dapo_jax.run.sampler_setup import prefix_bytes
+from dapo_jax.run.teacher import teacher_model, teacher_of
+from dapo_jax.run.training_pass import for_mesh
+from dapo_jax.run.updater_setup import has_reference, objective_of, updater_of
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.text.tokenizers import ByteTokenizer
-from dapo_jax.training.state import TrainState, state_structs
+from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Model
 
 Lower = Callable[[], Lowered]
@@ -60,24 +62,24 @@ class Programs:
             ConfigError: the mesh axes do not fit the devices, or the rows of a microbatch do not fit the mesh.
         """
         parallel, rows = self.config.parallel, self.config.batch.rows_per_microbatch
-        made = meshes_of(parallel, mesh_of(parallel, rows_per_microbatch=rows, devices=self.devices))
-        own = made.sampler
-        if self.host is None or len(self.host) != own.size:
-            return made
-        grid = np.asarray(self.host).reshape(own.devices.shape)
-        return replace(made, sampler=Mesh(grid, own.axis_names, axis_types=own.axis_types))
+        meshes = meshes_of(parallel, rows_per_microbatch=rows, devices=self.devices)
+        sampler = meshes.sampler
+        if self.host is None or len(self.host) != sampler.size:
+            return meshes
+        grid = np.asarray(self.host).reshape(sampler.devices.shape)
+        return replace(meshes, sampler=Mesh(grid, sampler.axis_names, axis_types=sampler.axis_types))
 
     @cached_property
     def sizes(self) -> MeshSizes:
         """The axis sizes of the meshes."""
-        made = self.meshes
-        return MeshSizes(train=dict(made.train.shape), sampler=dict(made.sampler.shape), samplers=made.count)
+        meshes = self.meshes
+        sizes = {"train": dict(meshes.train.shape), "sampler": dict(meshes.sampler.shape)}
+        return MeshSizes(**sizes, samplers=meshes.count)
 
     @cached_property
     def state(self) -> TrainState:
         """The train state as shapes with shardings."""
-        optimizer, offload = optimizer_of(self.config.optimizer), self.config.optimizer.offload
-        return state_structs(self._policy.params, optimizer, self.meshes.train, offload=offload)
+        return self._learner.state_structs
 
     def lowered(self) -> dict[str, Lower]:
         """Maps the name of each program to a function that lowers it."""
@@ -156,7 +158,8 @@ class Programs:
     @property
     def _row_lengths(self) -> tuple[int, ...]:
         """The row lengths that an update may use, longest first."""
-        return (self._pass.row_tokens, *self._pass.packing["shorter_rows"])
+        training_pass = self._learner.training_pass
+        return (training_pass.row_tokens, *training_pass.packing["shorter_rows"])
 
     @cached_property
     def _shares_base(self) -> bool:
@@ -179,7 +182,7 @@ class Programs:
         decoder = for_mesh(decoder_of(teacher_of(self.config), section="teacher"), mesh)
         params = frozen_structs(decoder, mesh, dtype=self._dtype, apart=False)
         policy = Policy(decoder=decoder, params=params, tokenizer=ByteTokenizer())
-        return taught_by(self.config, policy, mesh)
+        return teacher_model(self.config, policy, mesh)
 
     @cached_property
     def _decoder(self) -> DecoderConfig:
@@ -195,22 +198,13 @@ class Programs:
         return Policy(decoder=self._decoder, params=trained, frozen=frozen, tokenizer=ByteTokenizer())
 
     @cached_property
-    def _updater(self) -> Any:
-        return updater_of(
-            self.config,
-            self._policy.decoder,
-            optimizer_of(self.config.optimizer),
-            self.meshes.train,
-            layout=self._pass.layout,
-            reference=self._policy.params if self._has_reference else None,
-            frozen=self._policy.frozen,
-            teacher=self._teacher,
-        )
+    def _learner(self) -> Learner:
+        return Learner(config=self.config, meshes=self.meshes, policy=self._policy)
 
     @cached_property
-    def _pass(self) -> TrainingPass:
-        config, mesh, decoder = self.config, self.meshes.train, self.decoder
-        return training_pass(config.model, config.batch, mesh, decoder, row_tokens=config.row_tokens)
+    def _updater(self) -> Any:
+        reference = self._policy.params if self._has_reference else None
+        return updater_of(self.config, self._learner, reference=reference, teacher=self._teacher)
 
     @cached_property
     def engine(self) -> DecoderEngine:
@@ -221,19 +215,12 @@ class Programs:
 
     @cached_property
     def _sampler(self) -> ResponseSampler:
-        config, train = self.config, self.sizes.train
-        reference = bytes_on_device(self.state.params, train) if self._has_reference else 0
-        return response_sampler(
-            self._policy,
-            self.meshes,
-            replace(config.sampling, stop=[], stop_token_ids=[]),
-            seed=config.seed,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            compute_dtype=self._dtype,
-            group_size=config.batch.group_size,
-            in_flight=-(-config.rollout.in_flight // self.sizes.samplers),
-            has_turns=bool(config.environment.source),
-            records_routes=recorded_routes(config, self._decoder) is not None,
-            resident=bytes_on_device((self.state, self._policy.unshared, self._teacher), train) + reference,
+        # The ends of responses are text, which depends on the tokenizer.
+        sampling = replace(self.config.sampling, stop=[], stop_token_ids=[])
+        return rollout_sampler(
+            self._learner,
+            replace(self.config, sampling=sampling),
+            has_reference=self._has_reference,
+            teacher=self._teacher,
             memory=self.memory,
         )

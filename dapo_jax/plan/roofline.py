@@ -14,7 +14,7 @@ from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
-from dapo_jax.run.sampler_setup import prefill_of
+from dapo_jax.run.sampler_setup import rollout_spec
 from dapo_jax.run.teacher import teacher_of
 from dapo_jax.run.updater_setup import has_reference, objective_of
 from dapo_jax.sampling.pages import PageSizes
@@ -112,13 +112,7 @@ def work_of(
 
 def prefill_shape_of(config: TrainConfig) -> PrefillShape:
     """Returns the shape of one prefill call, such as its number of rows and their width."""
-    return prefill_of(
-        config.sampling,
-        config.batch.group_size,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        in_flight=config.rollout.in_flight,
-        has_turns=bool(config.environment.source),
-    )
+    return rollout_spec(config, samplers=1).prefill
 
 
 def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: int) -> float:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from dapo_jax.config import ALGORITHMS, TrainConfig
-from dapo_jax.config.loading import leaf_values
+from dapo_jax.config import TrainConfig
+from dapo_jax.config.loading import algorithm_of, leaf_values
 from dapo_jax.report.runs import RunFiles
 
 Column = list[float | int | None]
@@ -109,10 +109,9 @@ def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
 
 def about(run: RunFiles) -> dict[str, str]:
     """Returns the algorithm and the seed of a run, and the command line, the machine and the versions of its last process."""
-    known = {} if run.config is None else leaf_values(run.config)
-    fits = (name for name, row in ALGORITHMS.items() if all(known[key] == row[key] for key in row))
-    own = {"algorithm": next(fits, "its own keys"), "seed": str(known["seed"])} if known else {}
-    return {**own, **run.status.process}
+    if run.config is None:
+        return dict(run.status.process)
+    return {"algorithm": algorithm_of(run.config), "seed": str(run.config.seed), **run.status.process}
 
 
 def _shown(value: Any) -> str:

@@ -37,7 +37,7 @@ def check_room(config: TrainConfig, parameters: int) -> str:
     """
 
     def checked() -> bytes:
-        message, state, remedy = room_for(written_by(config, parameters))
+        message, state, remedy = room_for(bytes_to_write(config, parameters))
         if state == "failed":
             raise ConfigError(f"the disk has too little room for this run: {message}: {remedy}")
         return f"the disk has little room for this run: {message}: {remedy}".encode() if remedy else b""
@@ -45,7 +45,7 @@ def check_room(config: TrainConfig, parameters: int) -> str:
     return by_first(checked).decode()
 
 
-def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int]]:
+def bytes_to_write(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int]]:
     """Returns a dict from the configuration key or environment variable of a folder, such as `run_dir`, to the folder and the estimated bytes still to be written there."""
     checkpoint, evaluates = config.checkpoint, config.checkpoint.keep_best and config.eval.every_steps
     saved = 1 + (config.steps // checkpoint.every_steps if checkpoint.every_steps else 0)
@@ -60,7 +60,7 @@ def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int
 
 
 def room_for(places: Mapping[str, tuple[str, int]]) -> Room:
-    """Compares the free space of each disk with the bytes to be written. `places` comes from `written_by`. Buckets are assumed to have enough space."""
+    """Compares the free space of each disk with the bytes to be written. `places` comes from `bytes_to_write`. Buckets are assumed to have enough space."""
     disks: dict[int, list[str]] = {}
     for key, (folder, _) in places.items():
         if not in_bucket(folder):

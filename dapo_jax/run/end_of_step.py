@@ -98,7 +98,7 @@ class EndOfStep(Observer):
             self._stop_if_asked()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def saves_last_step(self) -> Iterator[None]:
         """Returns a context manager that saves the last finished step if the run stops or fails inside the block.
 
         A note is added to the error with the checkpoint from which `--resume` continues.
@@ -197,12 +197,12 @@ class EndOfStep(Observer):
             if is_first():
                 folder = self._run_dir / "evaluations" / f"step_{step:06d}"
                 kept = responses_kept(len(groups))
-                records = [problem_record(*each) for each in zip(groups, kept, strict=True)]
+                records = [problem_record(*pair) for pair in zip(groups, kept, strict=True)]
                 write_problems(folder, records, name=name, step=step)
-            found = summarize(groups, name=name)
-            scores |= found
+            summary = summarize(groups, name=name)
+            scores |= summary
             if score is None:
-                score = found[f"eval/{name}/{headline}"]
+                score = summary[f"eval/{name}/{headline}"]
             self._shown.evaluation(name, scores, step)
             if lost := lost_verdicts(groups):
                 self._shown.message(f"eval  {name}  {lost}")
@@ -229,8 +229,8 @@ class EndOfStep(Observer):
 
     def _stop_if_asked(self) -> None:
         """Raises StoppedError in every process if any process was asked to stop, or CheckpointError if the last save failed in any process."""
-        own = json.dumps([self._stop.reason, self._checkpointer.failure()]).encode()
-        reasons, failures = zip(*map(json.loads, all_gather_bytes(own, buffer_bytes=1024)), strict=True)
+        state = json.dumps([self._stop.reason, self._checkpointer.failure()]).encode()
+        reasons, failures = zip(*map(json.loads, all_gather_bytes(state, buffer_bytes=1024)), strict=True)
         if reason := first_reason(dict(enumerate(reasons)), jax.process_index()):
             raise StoppedError(reason)
         if failure := next(filter(None, failures), ""):
@@ -247,11 +247,11 @@ def memory_metrics(devices: Sequence[Any] | None = None) -> dict[str, float]:
 
     Host memory is available only on Linux, and device memory only on accelerators. Unavailable metrics are omitted. `devices` defaults to the local devices.
     """
-    found = {}
+    metrics = {}
     if _STATM.is_file():
-        found["memory/host_gib"] = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
+        metrics["memory/host_gib"] = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
     stats = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
     for name, key in (("device_gib", "bytes_in_use"), ("device_peak_gib", "peak_bytes_in_use")):
-        if known := [each[key] for each in stats if key in each]:
-            found[f"memory/{name}"] = max(known) / GIB
-    return found
+        if known := [device[key] for device in stats if key in device]:
+            metrics[f"memory/{name}"] = max(known) / GIB
+    return metrics

@@ -133,7 +133,7 @@ class ConfiguredGrader(NamedTuple):
 def part_weights(graders: Sequence[ConfiguredGrader]) -> dict[str, float]:
     """Returns the weight of each grader by its name in `Verdict.parts`. Empty for a single grader without a weight."""
     names = part_names([grader.loaded.name for grader in graders])
-    return {name: one.weight for name, one in zip(names, graders, strict=True) if one.weight is not None}
+    return {name: g.weight for name, g in zip(names, graders, strict=True) if g.weight is not None}
 
 
 def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> list[ConfiguredGrader]:
@@ -146,24 +146,24 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
         with prefixed(key):
             is_judge = isinstance(spec, str) and spec.startswith("judge:")
-            given = Judge(spec.removeprefix("judge:")) if is_judge else spec
-            found = load_reward(given, answer_marker=config.answer_marker)
-        return ConfiguredGrader(found, spec if isinstance(spec, str) else None, weight)
+            function = Judge(spec.removeprefix("judge:")) if is_judge else spec
+            reward = load_reward(function, answer_marker=config.answer_marker)
+        return ConfiguredGrader(reward, spec if isinstance(spec, str) else None, weight)
 
     if reward is None and not config.graders:
-        found = [loaded("reward.grader", config.grader)]
+        graders = [loaded("reward.grader", config.grader)]
     elif reward is None:
-        given = entries("reward.graders", config.graders, GraderConfig)
-        found = [loaded(f"reward.graders[{n}].grader", one.grader, one.weight) for n, one in enumerate(given)]
+        listed = entries("reward.graders", config.graders, GraderConfig)
+        graders = [loaded(f"reward.graders[{n}].grader", g.grader, g.weight) for n, g in enumerate(listed)]
     elif callable(reward):
-        found = [loaded("reward", reward)]
+        graders = [loaded("reward", reward)]
     else:
-        found = [loaded(f"reward[{place}]", *pair) for place, pair in enumerate(weighted(reward))]
-    if found[0].loaded.function is kimi_length:
+        graders = [loaded(f"reward[{n}]", *pair) for n, pair in enumerate(weighted(reward))]
+    if graders[0].loaded.function is kimi_length:
         raise ConfigError(
             "kimi_length needs another grader before it, for example reward.graders=[{grader: math}, {grader: kimi_length, weight: 0.5}]"
         )
-    return found
+    return graders
 
 
 def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
@@ -176,12 +176,12 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
         raise ConfigError(
             f"reward: found {reward!r:.80}, needs a function or a list of (function, weight) pairs, or None to use the configured grader"
         )
-    for place, pair in enumerate(reward):
+    for index, pair in enumerate(reward):
         function, weight = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
         is_weight = isinstance(weight, int | float) and weight != 0 and math.isfinite(weight)
         if not is_weight or not (isinstance(function, str) or callable(function)):
             needs = "a pair of a function (or a grader's name) and its weight, a finite number other than 0"
-            raise ConfigError(f"reward[{place}]: found {pair!r:.80}, needs {needs}; write (function, 1.0)")
+            raise ConfigError(f"reward[{index}]: found {pair!r:.80}, needs {needs}; write (function, 1.0)")
     return [(function, float(weight)) for function, weight in reward]
 
 

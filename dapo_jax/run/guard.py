@@ -66,10 +66,10 @@ class Update:
 
     def flags(self) -> dict[str, list[int]]:
         """Maps each non-finite quantity to the indices of the affected microbatches (for the gradient, parameters). Empty if the update was applied."""
-        largest = {name: each.value for name, each in self.metrics.items() if isinstance(each, Max)}
-        found = jax.device_get(largest)
-        places = {name: np.flatnonzero(found.get(_FLAG + name, 0.0) > 0).tolist() for name in WORDS}
-        return {name: indices for name, indices in places.items() if indices}
+        maxima = {name: metric.value for name, metric in self.metrics.items() if isinstance(metric, Max)}
+        maxima = jax.device_get(maxima)
+        flags = {name: np.flatnonzero(maxima.get(_FLAG + name, 0.0) > 0).tolist() for name in WORDS}
+        return {name: indices for name, indices in flags.items() if indices}
 
     def stacks(self) -> list[dict[str, np.ndarray]]:
         """Copies the microbatches of the update to the host. All processes must call this method."""
@@ -85,20 +85,20 @@ class Update:
 
         For advantages, the result also contains the affected prompts; for the sampler's log-probabilities, the affected responses and tokens.
         """
-        found: dict[str, dict[str, Any]] = {}
+        named: dict[str, dict[str, Any]] = {}
         capacities = [len(stack.microbatches.tokens) for stack in self.minibatch]
-        microbatches = [[index, place] for index, count in enumerate(capacities) for place in range(count)]
-        for name, places in flags.items():
+        microbatches = [[stack, index] for stack, count in enumerate(capacities) for index in range(count)]
+        for name, indices in flags.items():
             if name == "gradient":
-                found[name] = {"parameters": [parameters[place] for place in places]}
+                named[name] = {"parameters": [parameters[index] for index in indices]}
                 continue
-            found[name] = {"microbatches": [microbatches[place] for place in places]}
+            named[name] = {"microbatches": [microbatches[index] for index in indices]}
             if name == "sampler_logprobs":
-                found[name]["responses"] = strange_responses(groups)
+                named[name]["responses"] = nonfinite_responses(groups)
             if name == "advantages":
                 bad = [group.prompt.ordinal for group in groups if not np.isfinite(group.rewards).all()]
-                found[name]["prompts"] = bad
-        return found
+                named[name]["prompts"] = bad
+        return named
 
 
 class GuardError(RuntimeError):
@@ -128,7 +128,7 @@ class Guard(Observer):
         self._config, self._run_dir, self._batches, self._check = config, run_dir, batches, check
         self._records, self._shown = records, shown
         self._updates: list[Update] = []
-        self._strange: list[int] = []
+        self._nonfinite: list[int] = []
         history = records.read() if records is not None else []
         if start.unfinished is not None:
             history = [*history, start.unfinished]
@@ -157,26 +157,26 @@ class Guard(Observer):
         metrics |= raised
         for warning in warnings:
             self._warn(step, warning)
-        if found := "; ".join(filter(None, (ruined, skipped, drifted))):
+        if problems := "; ".join(filter(None, (ruined, skipped, drifted))):
             self._shown.step(step, metrics)
             if self._records is not None:
                 self._records.step(step, metrics)
-            raise GuardError(found, whole=None if ruined or drifted else result)
+            raise GuardError(problems, whole=None if ruined or drifted else result)
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
         """Clears the previous step's list of groups with non-finite log-probabilities."""
-        self._strange = []
+        self._nonfinite = []
 
     def on_group(self, group: Group, collector: Collector) -> None:
         """Records the group for `on_shortfall` if any of its log-probabilities are not finite."""
-        if strange_responses([group]):
-            self._strange.append(group.prompt.ordinal)
+        if nonfinite_responses([group]):
+            self._nonfinite.append(group.prompt.ordinal)
 
     def on_shortfall(self, error: ShortfallError) -> None:
         """Raises GuardError if any process found non-finite log-probabilities, because they explain the shortfall."""
         # Each process has only the log-probabilities of its own groups, but all processes must raise the same error.
-        found = all_gather_bytes(json.dumps(self._strange).encode())
-        if prompts := sorted({ordinal for one in found for ordinal in json.loads(one)}):
+        gathered = all_gather_bytes(json.dumps(self._nonfinite).encode())
+        if prompts := sorted({ordinal for ordinals in map(json.loads, gathered) for ordinal in ordinals}):
             raise GuardError(
                 f"the sampler's log-probabilities are not finite (prompt {some(prompts)}), so its responses are meaningless; {error}"
             ) from error
@@ -196,7 +196,7 @@ class Guard(Observer):
             self._in_a_row += 1
             groups = self._batches.split(result.collected.groups, step)[index]
             named = update.named(flags, groups, list(flattened(result.state.params)))
-            last = f"update {index + 1} of {len(updates)} was skipped: not finite: {in_words(named)}"
+            last = f"update {index + 1} of {len(updates)} was skipped: not finite: {described(named)}"
             if self._dumped < POST_MORTEMS:
                 last += f"; the batch is in {self._post_mortem(step, index + 1, update, named, groups)}"
             self._warn(step, last)
@@ -210,7 +210,7 @@ class Guard(Observer):
     ) -> str:
         """Writes a skipped update to the run's folder, and returns the path of its subfolder."""
         self._dumped += 1
-        place, stacks = f"post_mortem/step_{step:06d}_update_{number}", update.stacks()
+        name, stacks = f"post_mortem/step_{step:06d}_update_{number}", update.stacks()
         if is_first():
             report = {
                 "step": step,
@@ -219,9 +219,9 @@ class Guard(Observer):
                 "learning_rate": update.learning_rate,
                 "nonfinite": named,
             }
-            folder, config = self._run_dir / place, to_yaml(self._config)
+            folder, config = self._run_dir / name, to_yaml(self._config)
             write_post_mortem(folder, report=report, stacks=stacks, groups=groups, config=config)
-        return str(path_of(self._config.run_dir) / place)
+        return str(path_of(self._config.run_dir) / name)
 
     def _drifted(self, step: int, metrics: Mapping[str, float | int]) -> str:
         """Compares KL(sampler || trainer) with `guard.max_mismatch_kl`. Returns a reason to stop the run, or an empty string."""
@@ -238,7 +238,7 @@ class Guard(Observer):
         self._shown.message(f"step {step}: {text}")
 
 
-def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def nonfinite_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Returns the responses for which the sampler returned non-finite log-probabilities, with prompt, index in the group, and tokens."""
     return [
         {"ordinal": group.prompt.ordinal, "index": index, "tokens": tokens.tolist()}
@@ -248,15 +248,16 @@ def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def in_words(named: Mapping[str, Mapping[str, Any]]) -> str:
+def described(named: Mapping[str, Mapping[str, Any]]) -> str:
     """Describes the result of `Update.named` in one line, which lists the first few prompts or parameters of each kind of problem."""
-    return ", ".join(WORDS[name] + _where(places) for name, places in named.items())
+    return ", ".join(WORDS[name] + _location(problem) for name, problem in named.items())
 
 
-def _where(places: Mapping[str, Any]) -> str:
-    if "parameters" in places:
-        return f" ({some(places['parameters'])})"
-    prompts = places.get("prompts") or sorted({one["ordinal"] for one in places.get("responses", ())})
+def _location(problem: Mapping[str, Any]) -> str:
+    if "parameters" in problem:
+        return f" ({some(problem['parameters'])})"
+    responses = problem.get("responses", ())
+    prompts = problem.get("prompts") or sorted({response["ordinal"] for response in responses})
     return f" (prompt {some(prompts)})" if prompts else ""
 
 
@@ -273,7 +274,7 @@ def some(names: Sequence[object]) -> str:
 def nonfinite_leaves(tree: PyTree) -> list[str]:
     """Returns the dotted paths of all leaves with non-finite values. The leaves are arrays on one mesh. All processes must call this function."""
     bad = np.asarray(_program(jax.tree.leaves(tree)[0].sharding.mesh)(tree))
-    return [name for name, one in zip(flattened(tree), bad, strict=True) if one]
+    return [name for name, is_bad in zip(flattened(tree), bad, strict=True) if is_bad]
 
 
 @functools.cache

@@ -31,10 +31,16 @@ def mesh_of(
     return mesh
 
 
-def meshes_of(axes: ParallelConfig, mesh: jax.sharding.Mesh) -> Meshes:
-    """Returns the meshes of the trainer and the samplers that `axes` describes. Both use the devices of `mesh`.
+def meshes_of(
+    axes: ParallelConfig,
+    *,
+    rows_per_microbatch: int | None = None,
+    devices: Sequence[AnyDevice] | None = None,
+) -> Meshes:
+    """Returns the meshes of the trainer and the samplers that `axes` describes. For the other arguments, see `mesh_of`.
 
     Raises:
-        ConfigError: the samplers do not match the number of processes or devices.
+        ConfigError: `mesh_of` failed, or the samplers do not match the number of processes or devices.
     """
-    return make_meshes(mesh, sampler_tensor=axes.sampler_tensor, sampler_hosts=axes.sampler_hosts)
+    train = mesh_of(axes, rows_per_microbatch=rows_per_microbatch, devices=devices)
+    return make_meshes(train, sampler_tensor=axes.sampler_tensor, sampler_hosts=axes.sampler_hosts)

@@ -58,46 +58,54 @@ class Ratios(Observer):
         wanted, ratios = self._asked
         if not wanted:
             return
-        # A response is identified by its tokens, since identical responses to the same prompt have the same ratios.
-        of_text = {
-            tokens.tobytes(): values
-            for stack, found in zip(minibatch, on_host(ratios), strict=True)
-            for tokens, values in responses_in(on_host(replace(stack.microbatches, routes=None)), found)
+        by_response = {
+            key: values
+            for stack, of_tokens in zip(minibatch, on_host(ratios), strict=True)
+            for key, values in responses_in(on_host(replace(stack.microbatches, routes=None)), of_tokens)
         }
         for group in wanted:
             for index, rollout in group.indexed:
-                self.found[group.prompt.ordinal, index] = _of_rollout(group, rollout, of_text)
+                self.found[group.prompt.ordinal, index] = ratios_of(group, rollout, by_response)
 
 
-def _of_rollout(
-    group: Group, rollout: Rollout, of_text: Mapping[bytes, np.ndarray]
+def ratios_of(
+    group: Group, rollout: Rollout, by_response: Mapping[bytes, np.ndarray]
 ) -> Float[np.ndarray, " response"] | None:
     """Returns one ratio per token of a response, with NaN for tokens that were not sampled, or None if the rollout is not in the loss.
 
-    `of_text` maps the tokens of a context and its response, as bytes, to the ratios of the sampled tokens (see `responses_in`).
+    `by_response` contains the pairs that `responses_in` yields.
     """
-    response, found = rollout.response, None
+    response, ratios = rollout.response, None
     for context, first, stop in response.parts(group.prompt.tokens):
-        tokens = np.concatenate([context, response.tokens[first:stop]]).astype(np.int32)
-        if (values := of_text.get(tokens.tobytes())) is None:
+        sampled = response.sampled[first:stop]
+        tokens = np.concatenate([context, response.tokens[first:stop]])
+        values = by_response.get(_response_key(tokens, response.logprobs[first:stop][sampled]))
+        if values is None:
             continue
-        if found is None:
-            found = np.full(len(response.tokens), np.nan, values.dtype)
-        found[first:stop][response.sampled[first:stop]] = values
-    return found
+        if ratios is None:
+            ratios = np.full(len(response.tokens), np.nan, values.dtype)
+        ratios[first:stop][sampled] = values
+    return ratios
 
 
 def responses_in(
     stack: Microbatch, values: Float[np.ndarray, "capacity rows seq"]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (tokens of prompt and response, values of the sampled tokens) for each response in the loss."""
-    for place in np.ndindex(stack.mask.shape[:2]):
-        tokens, mask = np.asarray(stack.tokens[place]), np.asarray(stack.mask[place])
-        segments, prefixes = np.asarray(stack.segment_ids[place]), np.asarray(stack.prefix_ids[place])
+) -> Iterator[tuple[bytes, np.ndarray]]:
+    """Yields (key, values of the sampled tokens) for each response in the loss. The key identifies a response: it consists of its prompt, its tokens and the
+    sampler's log-probabilities, because equal tokens may have different ratios if they were sampled with other weights or experts."""
+    arrays = {name: np.asarray(array) for name, array in vars(stack).items() if array is not None}
+    for row in np.ndindex(stack.mask.shape[:2]):
+        mask, segments = arrays["mask"][row], arrays["segment_ids"][row]
         for segment in np.unique(segments[mask]):
             sampled = mask & (segments == segment)
-            seen = (segments == segment) | (segments == prefixes[sampled][0])
-            yield tokens[seen], np.asarray(values[place])[sampled]
+            prompt = arrays["prefix_ids"][row][sampled][0]
+            tokens = arrays["tokens"][row][(segments == segment) | (segments == prompt)]
+            key = _response_key(tokens, arrays["sampler_logprobs"][row][sampled])
+            yield key, np.asarray(values[row])[sampled]
+
+
+def _response_key(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
+    return tokens.astype(np.int32).tobytes() + logprobs.astype(np.float32).tobytes()
 
 
 _QUOTED = 200
@@ -114,10 +122,10 @@ class JudgeCounts(Observer):
         """Adds `reward/judge/*`."""
         if not self._judges:
             return
-        now = {name: sum(each.counts[name] for each in self._judges) for name in self._judges[0].counts}
-        own = json.dumps({name: count - self._before[name] for name, count in now.items()}).encode()
-        found = [json.loads(each) for each in all_gather_bytes(own, buffer_bytes=1024)]
-        result.metrics.update({f"reward/judge/{name}": sum(each[name] for each in found) for name in now})
+        now = {name: sum(judge.counts[name] for judge in self._judges) for name in self._judges[0].counts}
+        new = json.dumps({name: count - self._before[name] for name, count in now.items()}).encode()
+        gathered = [json.loads(counts) for counts in all_gather_bytes(new, buffer_bytes=1024)]
+        result.metrics.update({f"reward/judge/{name}": sum(c[name] for c in gathered) for name in now})
         self._before = Counter(now)
 
 
@@ -140,17 +148,17 @@ class StepProgress(Observer):
         """Shows the number of groups so far, and warnings. Each kind of warning is shown at most once per run."""
         sampled, tally = self._now.cursor - self._began, self._now.tally
         self._first_wave = self._first_wave or sampled
-        given = [i for i, one in enumerate(group.rollouts) if one.text and one.verdict.extracted is not None]
-        if given and self._example is None:
-            self._example = group, given[0]
+        answered = [i for i, r in enumerate(group.rollouts) if r.text and r.verdict.extracted is not None]
+        if answered and self._example is None:
+            self._example = group, answered[0]
         self._shown.phase("sample", collector.kept, collector.needed)
         stage = f"{self._now.stage}  " if self._now.stage else ""
-        found = {
+        outcomes = {
             "score": f"  scores differ in {tally.differing}",
             "correct": f"  mixed {tally.mixed}  all correct {tally.correct}  all wrong {tally.wrong}",
         }.get(self._metric, "")
-        self._shown.wave(f"{stage}prompts {tally.groups}/{sampled}{found}")
-        lost = next((each.verdict for each in group.rollouts if each.verdict.lost), None)
+        self._shown.wave(f"{stage}prompts {tally.groups}/{sampled}{outcomes}")
+        lost = next((r.verdict for r in group.rollouts if r.verdict.lost), None)
         if lost is not None and not self._warned_lost:
             self._warned_lost = True
             self._shown.message(

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jaxtyping import PyTree
 
@@ -21,7 +20,6 @@ from dapo_jax.config import (
     LoraConfig,
     ModelConfig,
     ParallelConfig,
-    SftConfig,
     TrainConfig,
     load_evaluation,
 )
@@ -54,7 +52,7 @@ from dapo_jax.text.tokenizers import (
     save_tokenizer,
     token_ids,
 )
-from dapo_jax.training.state import TrainState, init_state
+from dapo_jax.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +90,6 @@ class Policy:
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
         """Returns the decoder's graph definition, which `nnx.merge` combines with parameters into a module."""
         return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
-
-    def initial_state(
-        self,
-        config: TrainConfig | SftConfig,
-        optimizer: optax.GradientTransformation,
-        mesh: jax.sharding.Mesh,
-        *,
-        copy: bool,
-    ) -> TrainState:
-        """Returns the state of a new run with these weights (see `init_state`)."""
-        return init_state(self.params, optimizer, mesh, offload=config.optimizer.offload, copy=copy)
 
     def save(self, folder: str | AnyPath, *, dtype: str = "float32", merge: bool = False) -> int:
         """Writes a model folder that `load_policy` and transformers can load. Returns the size of its tensors in bytes.
@@ -244,10 +231,24 @@ class _WeightLoader:
         policy, whole = self.policy, self.source.is_whole_run
         frozen = policy.frozen if whole else self._base()
         shapes = jax.eval_shape(partial(rounded_to, self.dtype), policy.params) if whole else policy.params
-        check = check_of_readers(self.source.run, policy.folder)
-        target, rows = _structs(shapes, self.shardings), policy.decoder.vocab_size
-        params, step, checkpoint = _of_checkpoint(model, target, rows=rows, check=check)
-        return replace(policy, params=params, frozen=frozen, step=step, checkpoint=checkpoint)
+        check, rows = check_of_readers(self.source.run, policy.folder), policy.decoder.vocab_size
+        target, restored = TrainState(_structs(shapes, self.shardings), None), None
+        with Checkpointer(path_of(model.source) / "checkpoints") as checkpointer:
+            folder = checkpointer.folder
+            restore = partial(checkpointer.restore, target, rows=rows, check=check, part=True)
+            with prefixed("the run cannot be used", CheckpointError, OSError):
+                if model.checkpoint == "last":
+                    restored = checkpointer.restore_last(
+                        restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)
+                    )
+                elif best := json.loads(broadcast_from_first(json.dumps(checkpointer.best()).encode())):
+                    restored = restore(best[0])
+                if restored is None:
+                    kind = "with an evaluation score " if model.checkpoint == "best" else ""
+                    raise ValueError(f"there is no checkpoint {kind}in {folder} yet")
+                digest = hashlib.sha256(file_bytes(folder / str(restored.step) / MANIFEST)).hexdigest()
+        name, params = f"step {restored.step} (sha256 {digest[:12]}...)", restored.state.params
+        return replace(policy, params=params, frozen=frozen, step=restored.step, checkpoint=name)
 
     def _base(self) -> nnx.State:
         """Loads the weights of the base model, which are random for a preset."""
@@ -260,25 +261,6 @@ class _WeightLoader:
             return _random(decoder.base, self.seed, self.shardings, partial(_frozen_form, **form))
         by_rows = read_by_rows if in_bucket(folder) else None
         return load_model(folder, decoder, shardings=self.shardings, by_rows=by_rows, **form)[1]
-
-
-def _of_checkpoint(model: ModelConfig, target: PyTree, *, rows: int, check: Check) -> tuple[PyTree, int, str]:
-    """Restores the trained weights of the run `model.source`. Returns them, the step of their checkpoint, and the text for `Policy.checkpoint`."""
-    with Checkpointer(path_of(model.source) / "checkpoints") as checkpointer:
-        folder, restored = checkpointer.folder, None
-        restore = partial(checkpointer.restore, TrainState(target, None), rows=rows, check=check, part=True)
-        with prefixed("the run cannot be used", CheckpointError, OSError):
-            if model.checkpoint == "last":
-                restored = checkpointer.restore_last(
-                    restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)
-                )
-            elif best := json.loads(broadcast_from_first(json.dumps(checkpointer.best()).encode())):
-                restored = restore(best[0])
-            if restored is None:
-                kind = "with an evaluation score " if model.checkpoint == "best" else ""
-                raise ValueError(f"there is no checkpoint {kind}in {folder} yet")
-            digest = hashlib.sha256(file_bytes(folder / str(restored.step) / MANIFEST)).hexdigest()
-    return restored.state.params, restored.step, f"step {restored.step} (sha256 {digest[:12]}...)"
 
 
 def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:

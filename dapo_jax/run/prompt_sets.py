@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.config import ConfigError, DataConfig, EvalConfig, TrainConfig
+from dapo_jax.config import ConfigError, DataConfig, EvalConfig, SftConfig, TrainConfig
 from dapo_jax.config.data_schema import SourceConfig
 from dapo_jax.config.keys import prefixed
 from dapo_jax.config.section import entries
@@ -25,7 +25,7 @@ GivenRows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class DatasetInfo:
     """Information about the datasets to train on."""
 
     notes: Sequence[str]
@@ -34,15 +34,44 @@ class Asked:
     """For each dataset, its name and the number and sha256 of its prompts. Stored in checkpoints."""
 
 
-def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
+@dataclass(frozen=True, kw_only=True)
+class PromptSets:
+    """The prompts of a run."""
+
+    training: PromptSource
+    info: DatasetInfo
+    held_out: Mapping[str, Sequence[Prompt]]
+    """Maps the name of each evaluation dataset to its prompts. Empty if the run has no evaluation."""
+
+
+def with_template_date(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
     """Returns `data` with a date for chat templates to print: its own date if set, otherwise the date in `like`, otherwise today's date."""
     day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
     return replace(data, template_date=day)
 
 
+def prompt_sets(
+    config: TrainConfig | SftConfig,
+    tokenizer: Tokenizer,
+    *,
+    rows: GivenRows | None = None,
+    eval_rows: GivenRows | None = None,
+) -> PromptSets:
+    """Loads the prompts for training and evaluation. If only `rows` are given from Python, there is no evaluation.
+
+    Raises:
+        ConfigError: `training_prompts` or `held_out_prompts` failed.
+    """
+    training, info = training_prompts(config.data, tokenizer, seed=config.seed, rows=rows)
+    if rows is not None and eval_rows is None:
+        return PromptSets(training=training, info=info, held_out={})
+    held_out = held_out_prompts(config.data, config.eval, tokenizer, rows=eval_rows)
+    return PromptSets(training=training, info=info, held_out=held_out)
+
+
 def training_prompts(
     data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
-) -> tuple[PromptSource, Asked]:
+) -> tuple[PromptSource, DatasetInfo]:
     """Returns the prompts to train on, from the given rows or the configured dataset or mixture, without prompts that are too long.
 
     Raises:
@@ -78,7 +107,7 @@ def training_prompts(
         whole = hashlib.sha256(b"".join(digests[index] for index in kept)).hexdigest()
         identity.append({"source": source.title, "count": len(kept), "sha256": whole})
     source = PromptSource(
-        given[0] if len(given) == 1 else joined(given),
+        given[0] if len(given) == 1 else concatenated(given),
         tokenizer,
         seed=seed,
         max_prompt_tokens=data.max_prompt_tokens,
@@ -87,10 +116,10 @@ def training_prompts(
         parts=parts,
         weights=[source.weight for source in sources],
     )
-    return source, Asked(notes=notes, identity=identity)
+    return source, DatasetInfo(notes=notes, identity=identity)
 
 
-def asked_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
+def repeated_prompts(config: TrainConfig, rows: int) -> tuple[str, str] | None:
     """If more prompts are sampled together than the dataset contains, returns a description of the problem and a remedy. Otherwise returns None."""
     count = config.prompts_per_wave if config.dynamic_sampling.enabled else config.batch.prompts_per_step
     if count <= rows:
@@ -109,19 +138,19 @@ def held_out_prompts(
     Raises:
         ConfigError: a dataset cannot be read, or a prompt is too long. Long prompts are not left out, because that would change the score.
     """
-    found: dict[str, list[Prompt]] = {}
-    own = [_own_source(data, data.eval_split)]
-    for source in _evaluation_sources(data, config) if rows is None else own:
+    prompts: dict[str, list[Prompt]] = {}
+    default = [_own_source(data, data.eval_split)]
+    for source in _evaluation_sources(data, config) if rows is None else default:
         with _named(source, given=rows is not None):
-            asked = _load(data, source, role="test") if rows is None else checked_rows(rows)
-            found[source.title] = held_out(
-                asked,
+            loaded = _load(data, source, role="test") if rows is None else checked_rows(rows)
+            prompts[source.title] = held_out(
+                loaded,
                 tokenizer,
                 max_prompt_tokens=data.max_prompt_tokens,
                 prompt_format=PromptFormat(data),
-                limit=min(config.prompts, len(asked)),
+                limit=min(config.prompts, len(loaded)),
             )
-    return found
+    return prompts
 
 
 def every_split(data: DataConfig) -> dict[str, LoadedRows]:
@@ -136,7 +165,7 @@ def every_split(data: DataConfig) -> dict[str, LoadedRows]:
         return {split: _load(data, _own_source(data, split), role=split) for split in splits}
 
 
-def joined(lists: Sequence[GivenRows]) -> LoadedRows:
+def concatenated(lists: Sequence[GivenRows]) -> LoadedRows:
     """Concatenates lists of rows without a copy."""
     ends = np.cumsum([len(rows) for rows in lists])
 

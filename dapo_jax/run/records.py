@@ -10,7 +10,7 @@ import numpy as np
 from dapo_jax.config import ConfigError, TrainConfig, to_yaml
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.run.observers import TokenRatios
-from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.run.training_pass import ResponseAdvantages
 from dapo_jax.storage import AnyPath, in_bucket, write_whole
 from dapo_jax.trackers import MultiTracker, TensorBoardTracker, Tracker, WandbTracker
@@ -34,9 +34,9 @@ def use_compilation_cache() -> None:
     if not (folder := compilation_cache()):
         return
     # Write access to a local folder is not checked, because JAX warns if writing fails.
-    place = place_of(folder, key="JAX_COMPILATION_CACHE_DIR", write=in_bucket(folder))
-    jax.config.update("jax_compilation_cache_dir", str(place))
-    if in_bucket(place):
+    path = checked_folder(folder, key="JAX_COMPILATION_CACHE_DIR", write=in_bucket(folder))
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    if in_bucket(path):
         # On GPUs, XLA's own cache supports only local files.
         jax.config.update("jax_persistent_cache_enable_xla_caches", None)
     # By default, JAX does not cache programs that compile quickly, but a small run has dozens of them. A lower value set by the user is kept.

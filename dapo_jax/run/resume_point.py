@@ -14,7 +14,7 @@ from dapo_jax.checkpoints.manifest import DamagedError, step_folders
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.former_keys import converted_leaves
 from dapo_jax.config.keys import shown
-from dapo_jax.config.loading import leaf_values
+from dapo_jax.config.loading import algorithm_of, leaf_values
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.folder import CONFIG
@@ -55,11 +55,11 @@ def has_checkpoint(folder: AnyPath) -> bool:
     return bool(broadcast_from_first(b"checkpoints" if step_folders(epath.Path(folder)) else b""))
 
 
-def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prompt]) -> ResumePoint:
+def resume_point(restored: Restored, where: str, *, prompt_at: Callable[[int], Prompt]) -> ResumePoint:
     """Converts a restored checkpoint to a resume point.
 
     Args:
-        found: content of the checkpoint.
+        restored: content of the checkpoint.
         where: name of the checkpoint in error messages.
         prompt_at: function from an ordinal to its prompt.
 
@@ -67,16 +67,16 @@ def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prom
         ConfigError: the checkpoint was not saved by `train`.
         DamagedError: its groups or its responses in flight are inconsistent.
     """
-    if IDENTITY not in found.progress:
+    if IDENTITY not in restored.progress:
         raise ConfigError(f"{where} was not saved by `dapo-jax train` and cannot be resumed: move it away")
-    cursor, unfinished = found.progress["cursor"], found.progress.get(UNFINISHED)
+    cursor, unfinished = restored.progress["cursor"], restored.progress.get(UNFINISHED)
     try:
-        groups, in_flight = groups_of(found.carry, prompt_at), flight_of(found.carry, prompt_at)
+        groups, in_flight = groups_of(restored.carry, prompt_at), flight_of(restored.carry, prompt_at)
     except ValueError as error:
         raise DamagedError(f"{where} is damaged in its groups or responses in flight: {error}") from error
     return ResumePoint(
-        state=found.state,
-        position=Position(step=found.step, cursor=cursor, carry=groups, in_flight=in_flight),
+        state=restored.state,
+        position=Position(step=restored.step, cursor=cursor, carry=groups, in_flight=in_flight),
         unfinished=None if unfinished is None else json.loads(unfinished),
     )
 
@@ -94,7 +94,7 @@ _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
 def identity_of(
     config: TrainConfig, *, prompts: Sequence[Mapping[str, Any]] | None, model: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the identity of a run as JSON-serializable values.
+    """Returns the identity of a run as JSON-serializable values. The name of the algorithm is for readers; its keys are compared.
 
     Args:
         config: configuration of the run. Keys that may change when a run resumes are ignored.
@@ -102,8 +102,8 @@ def identity_of(
         model: digests of the initial model's files, from `model_files`.
     """
     kept = {key: value for key, value in leaf_values(config).items() if not key.startswith(FREE_TO_CHANGE)}
-    text = json.dumps({"config": kept, "prompts": prompts, "model": dict(model)}, default=repr)
-    return json.loads(text, parse_constant=str)
+    identity = {"algorithm": algorithm_of(config), "config": kept, "prompts": prompts, "model": dict(model)}
+    return json.loads(json.dumps(identity, default=repr), parse_constant=str)
 
 
 def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
@@ -114,20 +114,20 @@ def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
     if folder is None:
         return {}
     files = files_of(folder, (CONFIG, *TOKENIZER_FILES))
-    found = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     stored = [path for path in entries(folder) if weights and fnmatch(path.name, f"model*{_WEIGHTS}")]
     for path in stored:
         size = size_of(path)
         starts = [max(0, size - _BLOCK_BYTES) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
         blocks = ranges_bytes(path, [(start, min(start + _BLOCK_BYTES, size)) for start in starts])
-        found[path.name] = hashlib.sha256(b"".join([str(size).encode(), *blocks])).hexdigest()
-    return found
+        digests[path.name] = hashlib.sha256(b"".join([str(size).encode(), *blocks])).hexdigest()
+    return digests
 
 
 def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
     """Adds to `own` the digests of the initial weights in the checkpoint's `progress`, because a resumed run does not always load those weights."""
     files = progress[IDENTITY]["model"].items()
-    began = {name: each for name, each in files if name.endswith(_WEIGHTS) or name == CHECKPOINT}
+    began = {name: digest for name, digest in files if name.endswith(_WEIGHTS) or name == CHECKPOINT}
     return {**own, "model": {**began, **own["model"]}}
 
 
@@ -169,5 +169,6 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
 
 def _described(prompts: Sequence[Mapping[str, Any]]) -> str:
     return " and ".join(
-        f"{each['count']:,} of {each['source']} (sha256 {each['sha256'][:12]}...)" for each in prompts
+        f"{dataset['count']:,} of {dataset['source']} (sha256 {dataset['sha256'][:12]}...)"
+        for dataset in prompts
     )

@@ -17,7 +17,7 @@ from dapo_jax.config.loading import changed_keys
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.hints import nearest
 from dapo_jax.parallel.together import all_gather_bytes, by_first
-from dapo_jax.run.prompt_sets import dated
+from dapo_jax.run.prompt_sets import with_template_date
 from dapo_jax.storage import AnyPath, check_access, entries, in_bucket, locks, path_of
 from dapo_jax.storage.locks import Lock, LockedError, Lost, take
 from dapo_jax.trackers import check_trackers
@@ -31,12 +31,12 @@ OF_A_RUN = {
 
 def remove_run(run_dir: AnyPath) -> bytes:
     """Removes the files of a run from `run_dir`, except the lock. Call `check_run_dir` first, because it rejects a folder that contains other files."""
-    for place in entries(run_dir):
-        if place.name in OF_A_RUN and place.name != locks.NAME:
-            if place.is_dir():
-                place.rmtree() if isinstance(place, epath.Path) else shutil.rmtree(place)
+    for entry in entries(run_dir):
+        if entry.name in OF_A_RUN and entry.name != locks.NAME:
+            if entry.is_dir():
+                entry.rmtree() if isinstance(entry, epath.Path) else shutil.rmtree(entry)
             else:
-                place.unlink()
+                entry.unlink()
     return b""
 
 
@@ -63,24 +63,24 @@ def claim_run_dir(
 
     def checked() -> bytes:
         check_trackers(config.log)  # must come before locking, which creates the folder
-        place = place_of(config.run_dir, key="run_dir", write=True)
+        folder = checked_folder(config.run_dir, key="run_dir", write=True)
         # The checks below need the lock, because another run could be writing to the folder.
-        taken.append(held.enter_context(locked(place, value=config.run_dir, key="run_dir", lost=lost)))
-        kept = place / "config.yaml"
+        taken.append(held.enter_context(locked(folder, value=config.run_dir, key="run_dir", lost=lost)))
+        kept = folder / "config.yaml"
         like = load_config(kept).data if resume and kept.exists() else None
-        day = dated(config.data, like=like).template_date
-        check_run_dir(place, _dated(config, day), resume=resume, overwrite=overwrite)
+        day = with_template_date(config.data, like=like).template_date
+        check_run_dir(folder, _dated(config, day), resume=resume, overwrite=overwrite)
         return json.dumps([to_yaml(config), day]).encode()
 
     firsts, day = json.loads(by_first(checked))
     lines = zip_longest(firsts.splitlines(), to_yaml(config).splitlines())
     differing = [pair for pair in lines if pair[0] != pair[1]]
-    for process, found in enumerate(all_gather_bytes(json.dumps(differing[:1]).encode())):
-        for theirs, own in json.loads(found):
+    for process, differences in enumerate(all_gather_bytes(json.dumps(differing[:1]).encode())):
+        for theirs, own in json.loads(differences):
             raise ConfigError(
                 f"all processes need the same configuration; the first process has {theirs!r}, but process {process} has {own!r}"
             )
-    run_dir = place_of(config.run_dir, key="run_dir", write=False)
+    run_dir = checked_folder(config.run_dir, key="run_dir", write=False)
     return run_dir, _dated(config, day), taken[0] if taken else None
 
 
@@ -111,14 +111,14 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             )
     kept = run_dir / "config.yaml"
     if overwrite:
-        place = f"{_absolute(config.run_dir)}/"
+        removed = f"{_absolute(config.run_dir)}/"
         for key, source in (("model", config.model.source), ("teacher", config.teacher.source)):
-            if any(f"{path}/".startswith(place) for path in _origins(source)):
+            if any(f"{path}/".startswith(removed) for path in _origins(source)):
                 raise ConfigError(
                     f"overwrite=True with run_dir={config.run_dir}: {key}.source={source} needs this folder, which would be removed; "
                     "choose another run_dir"
                 )
-        if strange := [place.name for place in entries(run_dir) if place.name not in OF_A_RUN]:
+        if strange := [entry.name for entry in entries(run_dir) if entry.name not in OF_A_RUN]:
             raise ConfigError(
                 f"overwrite=True with run_dir={config.run_dir}: it contains {strange[0]!r}, which was not written by a run; move it "
                 "away, or choose another run_dir"
@@ -131,10 +131,10 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             f"run_dir={config.run_dir} already contains a run; resume it with --resume (from Python: resume=True, or "
             "overwrite=True to start over), or choose another run_dir"
         )
-    empty = all(place.name == locks.NAME for place in entries(run_dir))
-    if resume and empty and (near := _similar_run(run_dir)):
+    empty = all(entry.name == locks.NAME for entry in entries(run_dir))
+    if resume and empty and (similar := _similar_run(run_dir)):
         raise ConfigError(
-            f"run_dir={config.run_dir}: there is no run to resume, but there is a run in {near}; use that run_dir, or omit "
+            f"run_dir={config.run_dir}: there is no run to resume, but there is a run in {similar}; use that run_dir, or omit "
             "--resume to start a new run"
         )
     if kept.exists() and has_saved:  # without a checkpoint, the run starts over, so any key may change
@@ -148,30 +148,30 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             raise ConfigError(f"{why}: {lines}")
 
 
-def _absolute(place: str) -> str:
-    return os.path.abspath(os.path.expanduser(place))
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _origins(source: str) -> list[str]:
     """Returns the absolute paths of a source and, if it is a run, of the runs and the model from which it started."""
-    found = list[str]()
-    while (place := _absolute(source)) not in found:
-        found.append(place)
+    origins = list[str]()
+    while (path := _absolute(source)) not in origins:
+        origins.append(path)
         with suppress(ValueError):  # loading the source will raise this error with its key
             kept = path_of(source) / "config.yaml"
             if kept.is_file() and (kept.parent / "checkpoints").is_dir():
                 source = load_config(kept).model.source
-    return found
+    return origins
 
 
 def _similar_run(run_dir: AnyPath) -> AnyPath | None:
     """Returns a run in the same parent folder with a similar name, or None. Numbers in the name, such as a seed, must be the same."""
-    runs = {place.name: place for place in entries(run_dir.parent) if (place / "config.yaml").is_file()}
+    runs = {folder.name: folder for folder in entries(run_dir.parent) if (folder / "config.yaml").is_file()}
     alike = [name for name in runs if re.findall(r"\d+", name) == re.findall(r"\d+", run_dir.name)]
     return next((runs[name] for name in nearest(run_dir.name, alike, least=0.75)), None)
 
 
-def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
+def checked_folder(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
     """Converts `value` to a folder and checks access to it. A local path becomes absolute, because a reward function may call os.chdir.
 
     Args:
@@ -190,7 +190,7 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
 
 
 def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
-    """Acquires the lock on a folder that `place_of` returned, and creates the folder if necessary. Call it before reading or writing files in the folder.
+    """Acquires the lock on a folder that `checked_folder` returned, and creates the folder if necessary. Call it before reading or writing files in the folder.
 
     Raises:
         ConfigError: another process has the lock, or the folder is not writable.

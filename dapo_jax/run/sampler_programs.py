@@ -6,7 +6,7 @@ For example, a notebook that trains again with another learning rate, seed or da
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -39,28 +39,19 @@ engine_of = lru_cache(maxsize=_KEPT)(DecoderEngine)
 """Returns the sampler's engine (see `DecoderEngine`). Calls with the same arguments return the same engine."""
 
 
-@runtime_checkable
-class Lowering(Protocol):
-    """A sampling engine whose programs can be compiled before the first call."""
-
-    def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
-        """Returns a dict from the name of each sampling program to a function that lowers it. See `DecoderEngine.programs`."""
-        ...
-
-
-def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
-    """Compiles all sampling programs of `engine` in parallel, then waits for all other processes. `weights` and `decodings` may be shapes.
+def compile_sampling(engine: Any, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
+    """Compiles all sampling programs of `engine` (see `DecoderEngine.programs`) in parallel, then waits for all other processes. `weights` and `decodings` may be shapes.
 
     Without this wait, a process could time out in a collective while another process is still compiling.
     """
-    for each in decodings:
-        leaves, structure = jax.tree.flatten((weights, each))
+    for decoding in decodings:
+        leaves, structure = jax.tree.flatten((weights, decoding))
         _compiled(engine, structure, tuple(leaves))
     meet()
 
 
 @lru_cache(maxsize=2 * _KEPT)
-def _compiled(engine: Lowering, structure: Any, leaves: tuple[Any, ...]) -> None:
+def _compiled(engine: Any, structure: Any, leaves: tuple[Any, ...]) -> None:
     # Only one program depends on `decoding`. From the second `decoding` on, the other programs are in the cache.
     lowered = [lower() for lower in engine.programs(*jax.tree.unflatten(structure, leaves)).values()]
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
@@ -74,28 +65,22 @@ Transfer = WeightTransfer | AdapterTransfer
 
 def transfer_of(policy: Policy, meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Transfer:
     """Returns the transfer of weights from trainer to sampler: an `AdapterTransfer` if there are adapters, otherwise a `WeightTransfer`."""
-    decoder, how = policy.decoder, {"dtype": dtype, "eight_bit": sampling.weight_dtype == "int8"}
-    if decoder.lora is None:
-        return _transfer(decoder, meshes, "all", **how)
+    eight_bit = sampling.weight_dtype == "int8"
+    transfer = partial(_transfer, policy.decoder, meshes, dtype=dtype, eight_bit=eight_bit)
+    if policy.decoder.lora is None:
+        return transfer()
     # Arrays that are shared with the trainer have its form.
-    base = _transfer(decoder, meshes, "base", join=False if is_apart(policy.frozen) else None, **how)
-    return AdapterTransfer(_transfer(decoder, meshes, "adapters", **how), base, policy.frozen)
+    base = transfer(of_base=True, join=False if is_apart(policy.frozen) else None)
+    return AdapterTransfer(transfer(), base, policy.frozen)
 
 
 @lru_cache(maxsize=2 * _KEPT)
 def _transfer(
-    decoder: DecoderConfig,
-    meshes: Meshes,
-    part: str,
-    *,
-    dtype: str,
-    eight_bit: bool,
-    join: bool | None = None,
+    decoder: DecoderConfig, meshes: Meshes, *, of_base: bool = False, **options: Any
 ) -> WeightTransfer:
-    shapes = shapes_of(decoder)
-    trained, frozen = parted(shapes)
-    moved = {"adapters": trained, "base": frozen}.get(part, shapes)
-    return WeightTransfer(moved, meshes, dtype=dtype, eight_bit=eight_bit, join=join, places=decoder.places)
+    """Returns the transfer of the trained parameters, or of the base under adapters."""
+    trained, frozen = parted(shapes_of(decoder))
+    return WeightTransfer(frozen if of_base else trained, meshes, **options, places=decoder.places)
 
 
 def sharing(meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Callable[[nnx.State], bool]:

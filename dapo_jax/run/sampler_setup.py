@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from jax.sharding import Mesh
 
-from dapo_jax.config import SamplingConfig
+from dapo_jax.config import EvaluateConfig, SamplingConfig, TrainConfig
 from dapo_jax.config.keys import prefixed
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import bytes_on_device, least_device_bytes
@@ -15,6 +16,7 @@ from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.sampler_programs import compile_sampling, engine_of, transfer_of
 from dapo_jax.sampling.caches import kind_for, token_bytes
+from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
@@ -29,43 +31,78 @@ _LOGITS = 4
 """Number of copies of a slot's logits: one in the decode state, and the others are temporary while a token is sampled."""
 
 
-def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
-    """Returns how many prompts to sample together so that their groups fill the slots."""
-    return max(1, sampling.slots // group_size)
+@dataclass(frozen=True, kw_only=True)
+class SamplerSpec:
+    """The lengths and the number of the responses that a sampler is built for."""
+
+    sampling: SamplingConfig
+    """The `sampling` section of the configuration."""
+    max_prompt_tokens: int
+    """Maximum length of a prompt."""
+    group_size: int
+    """Number of responses to a prompt."""
+    compute_dtype: str
+    """Dtype of matrix products. Also the dtype of weights and KV cache, unless `sampling` sets another."""
+    in_flight: int = 0
+    """Maximum number of responses in flight in this sampler. If 0, no response is carried over to a later step."""
+    has_turns: bool = False
+    """Whether responses are episodes of several turns."""
+    records_routes: bool = False
+    """Whether responses contain a record of the chosen experts."""
+
+    @property
+    def capacity(self) -> int:
+        """Maximum length of a prompt and a response together."""
+        return self.max_prompt_tokens + self.sampling.max_response_tokens
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Number of prompts to sample together so that their groups fill the slots."""
+        return max(1, self.sampling.slots // self.group_size)
+
+    @property
+    def prefill(self) -> PrefillShape:
+        """The shape of one prefill. With responses in flight or episodes, a context may contain a prompt and its whole response."""
+        at_least = _TURNS_AT_ONCE if self.has_turns else 1
+        return prefill_shape(
+            longest=self.capacity if self.in_flight or self.has_turns else self.max_prompt_tokens,
+            capacity=self.capacity,
+            prompts=max(self.prompts_at_once, at_least),
+            tokens=self.sampling.prefill_tokens,
+            alone=self.sampling.batch_invariant,
+        )
 
 
-def prefill_of(
-    sampling: SamplingConfig,
-    group_size: int,
-    *,
-    max_prompt_tokens: int,
-    in_flight: int = 0,
-    has_turns: bool = False,
-) -> PrefillShape:
-    """Returns the shape of one prefill. With responses in flight or episodes, a context may contain a prompt and its whole response."""
-    capacity = max_prompt_tokens + sampling.max_response_tokens
-    prompts = prompts_at_once(sampling, group_size)
-    return prefill_shape(
-        longest=capacity if in_flight or has_turns else max_prompt_tokens,
-        capacity=capacity,
-        prompts=max(prompts, _TURNS_AT_ONCE) if has_turns else prompts,
-        tokens=sampling.prefill_tokens,
-        alone=sampling.batch_invariant,
+def rollout_spec(config: TrainConfig, *, samplers: int, records_routes: bool = False) -> SamplerSpec:
+    """Returns the specification of each of the `samplers` samplers of a training run."""
+    return SamplerSpec(
+        sampling=config.sampling,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        group_size=config.batch.group_size,
+        compute_dtype=config.model.compute_dtype,
+        in_flight=-(-config.rollout.in_flight // samplers),
+        has_turns=bool(config.environment.source),
+        records_routes=records_routes,
+    )
+
+
+def evaluation_spec(config: EvaluateConfig) -> SamplerSpec:
+    """Returns the specification of the sampler of an evaluation."""
+    return SamplerSpec(
+        sampling=config.sampling,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        group_size=config.eval.samples_per_prompt,
+        compute_dtype=config.compute_dtype,
+        has_turns=bool(config.environment.source),
     )
 
 
 def response_sampler(
     policy: Policy,
     meshes: Meshes,
-    sampling: SamplingConfig,
+    spec: SamplerSpec,
     *,
     seed: int,
-    max_prompt_tokens: int,
-    compute_dtype: str,
-    group_size: int,
-    in_flight: int = 0,
-    has_turns: bool = False,
-    records_routes: bool = False,
     resident: int = 0,
     memory: int | None = None,
     on_look: Callable[[], None] = lambda: None,
@@ -75,14 +112,8 @@ def response_sampler(
     Args:
         policy: contains the decoder and the tokenizer.
         meshes: meshes of the run.
-        sampling: the `sampling` section of the configuration.
+        spec: lengths and number of the responses.
         seed: random seed for sampling.
-        max_prompt_tokens: maximum length of a prompt.
-        compute_dtype: dtype of matrix products. Also the dtype of weights and KV cache, unless `sampling` sets another.
-        group_size: number of responses to a prompt.
-        in_flight: maximum number of responses in flight in this sampler. If 0, no response is carried over to a later step.
-        has_turns: whether responses are episodes of several turns.
-        records_routes: whether responses contain a record of the chosen experts.
         resident: memory in use on each device during sampling, in bytes, without the sampler's weights and cache.
         memory: memory of a device in bytes. Defaults to the amount that the devices report. CPUs do not report an amount.
         on_look: called before each engine call that samples tokens.
@@ -90,55 +121,58 @@ def response_sampler(
     Raises:
         ConfigError: the number of slots or the lengths do not fit the mesh, the model or the memory.
     """
-    transfer = transfer_of(policy, meshes, sampling, dtype=compute_dtype)
-    capacity = max_prompt_tokens + sampling.max_response_tokens
-    shape = prefill_of(
-        sampling, group_size, max_prompt_tokens=max_prompt_tokens, in_flight=in_flight, has_turns=has_turns
-    )
-    memory = memory or least_device_bytes(meshes.sampler)
+    sampling, mesh = spec.sampling, meshes.sampler
+    transfer = transfer_of(policy, meshes, sampling, dtype=spec.compute_dtype)
+    memory = memory or least_device_bytes(mesh)
     room = room_for_cache(
         policy.decoder,
-        meshes.sampler,
+        mesh,
         sampling,
-        shape,
-        capacity=capacity,
-        compute_dtype=compute_dtype,
-        in_flight=in_flight,
-        has_turns=has_turns,
-        resident=resident + bytes_on_device(transfer.shapes, meshes.sampler.shape),
+        spec.prefill,
+        capacity=spec.capacity,
+        compute_dtype=spec.compute_dtype,
+        in_flight=spec.in_flight,
+        has_turns=spec.has_turns,
+        resident=resident + bytes_on_device(transfer.shapes, mesh.shape),
         memory=memory,
     )
-    with prefixed(""):
-        engine = engine_of(
-            policy.decoder,
-            mesh=meshes.sampler,
-            slots=sampling.slots,
-            capacity=capacity,
-            steps_per_call=sampling.steps_per_call,
-            stop_ids=tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids)),
-            compute_dtype=compute_dtype,
-            page_tokens=sampling.page_tokens,
-            cache_tokens=sampling.cache_tokens,
-            cache_dtype=sampling.cache_dtype,
-            cache_bytes=room,
-            in_flight=in_flight,
-            prefill=shape,
-            batch_invariant=sampling.batch_invariant,
-            has_turns=has_turns,
-            records_routes=records_routes,
-        )
+    engine = _engine(policy, mesh, spec, cache_bytes=room)
     known = room is not None and memory is not None
     return ResponseSampler(
         engine,
         transfer,
         seed=seed,
         max_response_tokens=sampling.max_response_tokens,
-        prompts_at_once=prompts_at_once(sampling, group_size),
+        prompts_at_once=spec.prompts_at_once,
         stop=StopStrings(policy.tokenizer, sampling.stop).find if sampling.stop else None,
         compile_for=partial(compile_sampling, engine, transfer.shapes),
         notes=[cache_note(engine.page_sizes, room=room, memory=memory)] if known else [],
         on_look=on_look,
     )
+
+
+def _engine(policy: Policy, mesh: Mesh, spec: SamplerSpec, *, cache_bytes: int | None) -> Engine:
+    """Returns the engine of a sampler, whose cache has at most `cache_bytes` bytes per device."""
+    sampling = spec.sampling
+    with prefixed(""):
+        return engine_of(
+            policy.decoder,
+            mesh=mesh,
+            slots=sampling.slots,
+            capacity=spec.capacity,
+            steps_per_call=sampling.steps_per_call,
+            stop_ids=tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids)),
+            compute_dtype=spec.compute_dtype,
+            page_tokens=sampling.page_tokens,
+            cache_tokens=sampling.cache_tokens,
+            cache_dtype=sampling.cache_dtype,
+            cache_bytes=cache_bytes,
+            in_flight=spec.in_flight,
+            prefill=spec.prefill,
+            batch_invariant=sampling.batch_invariant,
+            has_turns=spec.has_turns,
+            records_routes=spec.records_routes,
+        )
 
 
 def room_for_cache(
@@ -159,7 +193,7 @@ def room_for_cache(
     Returns None if the size of the cache does not depend on memory, because `sampling.cache_tokens` is set, the cache has no pages, or the device
     does not report its memory.
 
-    The arguments are as in `response_sampler`, except that `resident` includes the sampler's weights. In addition, `mesh` is the sampler's mesh, `shape`
+    The arguments are as in `SamplerSpec` and `response_sampler`, except that `resident` includes the sampler's weights. In addition, `mesh` is the sampler's mesh, `shape`
     the shape of one prefill, and `capacity` the maximum length of prompt and response together.
     """
     dtype = sampling.cache_dtype or compute_dtype

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -24,7 +25,7 @@ from dapo_jax.models.lora import LoraShape, lora_shape
 from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
 from dapo_jax.models.safetensors_files import A_PICKLE, PICKLED
 from dapo_jax.models.tensors import TensorFile
-from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.storage import AnyPath, check_access, in_bucket, locks, path_of
 from dapo_jax.text.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, named_tokenizer
 
@@ -144,7 +145,7 @@ def run_at(source: str) -> AnyPath | None:
         ConfigError: the folder cannot be read, or is neither a run nor a model.
     """
     _check_prefix(source)
-    folder = place_of(source, key="model", write=False)
+    folder = checked_folder(source, key="model", write=False)
     saved = any((folder / name).is_dir() for name in ("checkpoints", "model"))
     if saved and (folder / "config.yaml").is_file():
         return folder
@@ -222,6 +223,16 @@ def description_of(
     decoder, tokenizer = read_config(folder), load_tokenizer(folder)
     check_vocabulary(tokenizer, decoder.vocab_size)
     return decoder, tokenizer, folder
+
+
+def tokenizer_of(model: ModelConfig) -> Tokenizer:
+    """Returns the tokenizer of `model.source`, without loading weights.
+
+    Raises:
+        ConfigError: the model does not exist, or its configuration or tokenizer cannot be read.
+    """
+    with prefixed(f"model.source={model.source!r}"):
+        return source_of(model).read(partial(description_of, weights=False))[1]
 
 
 def lora_of(config: LoraConfig) -> LoraShape | None:

@@ -23,26 +23,29 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
     Raises:
         ConfigError: the teacher cannot be loaded, its tokenizer is not the tokenizer of the student, or it has fewer vocabulary entries.
     """
-    longest = config.data.max_prompt_tokens + config.sampling.max_response_tokens
-    teacher = load_policy(teacher_of(config), seed=config.seed, mesh=mesh, section="teacher", longest=longest)
-    one, other = (model_files(a.folder, weights=False).get("tokenizer.json") for a in (student, teacher))
+    model, longest = teacher_of(config), config.sequence_tokens
+    teacher = load_policy(model, seed=config.seed, mesh=mesh, section="teacher", longest=longest)
     if student.tokenizer != teacher.tokenizer:
+        of_student, of_teacher = (
+            model_files(policy.folder, weights=False).get("tokenizer.json", "(no file)")
+            for policy in (student, teacher)
+        )
         raise ConfigError(
             f"teacher.source={config.teacher.source!r} has another tokenizer than model.source={config.model.source!r}: sha256 of tokenizer.json "
-            f"{other or '(no file)'} and {one or '(no file)'}. Token ids must have the same meaning in both: use a teacher of the same model family"
+            f"{of_teacher} and {of_student}. Token ids must have the same meaning in both: use a teacher of the same model family"
         )
-    least, found = student.decoder.vocab_size, teacher.decoder.vocab_size
-    if found < least:
+    needed, entries = student.decoder.vocab_size, teacher.decoder.vocab_size
+    if entries < needed:
         raise ConfigError(
-            f"teacher.source={config.teacher.source!r} has {found} vocabulary entries, but the student may sample any of the {least} entries of "
-            f"model.source={config.model.source!r}: use a teacher with at least {least} entries"
+            f"teacher.source={config.teacher.source!r} has {entries} vocabulary entries, but the student may sample any of the {needed} entries of "
+            f"model.source={config.model.source!r}: use a teacher with at least {needed} entries"
         )
     return teacher
 
 
-def taught_by(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Model:
+def teacher_model(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Model:
     """Returns the decoder of a teacher for updates on `mesh`, and its parameters."""
-    model = config.model
-    how = training_pass(model, config.batch, mesh, teacher.decoder, row_tokens=config.row_tokens)
-    graph = teacher.graph(compute_dtype=model.compute_dtype, remat="none", layout=how.layout)
+    decoder, row_tokens = teacher.decoder, config.row_tokens
+    layout = training_pass(config.model, config.batch, mesh, decoder, row_tokens=row_tokens).layout
+    graph = teacher.graph(compute_dtype=config.model.compute_dtype, remat="none", layout=layout)
     return graph, teacher.params, teacher.frozen

@@ -1,5 +1,6 @@
 """DAPO training from a configuration, used by `dapo-jax train` and from Python."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, load_config, to_yaml
+from dapo_jax.config.loading import algorithm_of
 from dapo_jax.dapo.advantages import Advantages
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
@@ -20,7 +22,7 @@ from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import check_room
 from dapo_jax.run.end_of_step import EndOfStep, OnStep
 from dapo_jax.run.guard import Guard
-from dapo_jax.run.loop import run_steps
+from dapo_jax.run.loop import Observer, run_steps
 from dapo_jax.run.observers import JudgeCounts, Ratios, StepProgress, TracedSteps
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompt_sets import GivenRows
@@ -29,6 +31,7 @@ from dapo_jax.run.resume_point import has_checkpoint
 from dapo_jax.run.run_dir import claim_run_dir, remove_run
 from dapo_jax.run.updater_setup import objective_of
 from dapo_jax.storage import AnyPath, write_whole
+from dapo_jax.storage.locks import Lock
 from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.run_status import status_kept, write_status
@@ -92,23 +95,21 @@ def train(
     specifies the checkpoint from which `resume` continues. After a KeyboardInterrupt, nothing is saved, but a save in progress is finished.
     """
     config = config if isinstance(config, TrainConfig) else load_config(config)
-    if objective is not None or config.loss.objective != "clip":
-        rows, function = config.batch.rows_per_microbatch, objective or objective_of(config.loss)
-        trace_objective(function, rows=rows, row_tokens=config.row_tokens)
+    _trace(config, objective)
     end = interrupt if stop is None else processes.end
     watch = Watch(config.stall_timeout_s, end=end, broadcast=processes.broadcast, received=processes.received)
     stop = stop or Stop()
     gpu_settings.apply()
     use_compilation_cache()
-    first = is_first()
-    metric = config.dynamic_sampling.metric
-    shown = progress or Progress(config.steps, metric=metric, console=Console(quiet=not first))
+    console = Console(quiet=not is_first())
+    shown = progress or Progress(config.steps, metric=config.dynamic_sampling.metric, console=console)
     # There are two stacks, because the folder must stay locked until everything else is closed and the model is written.
-    with ExitStack() as held, ExitStack() as stack:
-        run_dir, config, lock = claim_run_dir(config, resume=resume, overwrite=overwrite, held=held, lost=end)
+    with ExitStack() as locked, ExitStack() as opened:
+        run_dir, config, lock = claim_run_dir(
+            config, resume=resume, overwrite=overwrite, held=locked, lost=end
+        )
         # `tell_others` must run before each exit callback that may wait for the other processes, so it is pushed again after each such callback.
-        held.push(tell_others)
-        note, check = ("", lambda: None) if lock is None else (lock.note, lock.check)
+        locked.push(tell_others)
         run = Run(
             config,
             reward=reward,
@@ -121,81 +122,133 @@ def train(
             say=shown.starting,
             resumes=resume and has_checkpoint(run_dir / "checkpoints"),
         )
-        stack.callback(run.close)
+        opened.callback(run.close)
+        session = _Session(
+            run, run_dir, lock, shown=shown, stop=stop, watch=watch, locked=locked, opened=opened
+        )
+        session.open(overwrite=overwrite)
+        session.start(resume=resume)
+        return session.train(on_step)
+
+
+def _trace(config: TrainConfig, objective: Objective | None) -> None:
+    """Raises an error if the objective is invalid. The default objective is not traced."""
+    if objective is not None or config.loss.objective != "clip":
+        rows, function = config.batch.rows_per_microbatch, objective or objective_of(config.loss)
+        trace_objective(function, rows=rows, row_tokens=config.row_tokens)
+
+
+class _Session:
+    """The open resources of a run in one process: its folder, records, checkpoints and observers."""
+
+    def __init__(
+        self,
+        run: Run,
+        run_dir: AnyPath,
+        lock: Lock | None,
+        *,
+        shown: Progress,
+        stop: Stop,
+        watch: Watch,
+        locked: ExitStack,
+        opened: ExitStack,
+    ) -> None:
+        """`locked` is closed after the model is written, and `opened` before. Only the first process has the `lock` of the folder."""
+        self._run, self._config, self._run_dir = run, run.config, run_dir
+        self._note, self._check_lock = ("", lambda: None) if lock is None else (lock.note, lock.check)
+        self._shown, self._stop, self._watch = shown, stop, watch
+        self._locked, self._opened = locked, opened
+        self._records: Records | None = None
+
+    def open(self, *, overwrite: bool) -> None:
+        """Checks the free space on the disk, shows messages, and opens the folder of checkpoints. With `overwrite`, removes the files of the earlier run."""
+        run, config, opened = self._run, self._config, self._opened
         little_room = check_room(config, run.policy.decoder.trained_parameters)
         if overwrite:
-            by_first(lambda: remove_run(run_dir))  # all processes wait until the folder is empty
-        stack.enter_context(shown)
-        shown.listen(watch.phase)
-        for message in filter(None, (note, *run.notes, little_room)):
-            shown.message(message)
+            by_first(lambda: remove_run(self._run_dir))  # all processes wait until the folder is empty
+        opened.enter_context(self._shown)
+        self._shown.listen(self._watch.phase)
+        for message in filter(None, (self._note, *run.notes, little_room)):
+            self._shown.message(message)
         keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
-        checkpointer = Checkpointer(run_dir / "checkpoints", keep=keep, keep_best=keep_best)
-        stack.enter_context(checkpointer)
-        stack.push(tell_others)
-        start = run.start(checkpointer, resume=resume, say=shown.message)
-        shown.begin(start.position.step)
-        if resume:
-            folder, step = checkpointer.folder, start.position.step
-            shown.message(
-                f"continuing from {folder / str(step)}"
-                if step
-                else f"there is no checkpoint in {folder}: starting at step 0"
-            )
-        records = None
-        if first:  # not earlier, because a run that fails a check must not change the folder
-            write_whole(run_dir / "config.yaml", to_yaml(config).encode())
-            step = start.position.step
-            # The last step whose metrics are final. At step 0, there is no such step, because the evaluation before training is repeated.
-            written = step - (start.unfinished is not None) if step else -1
-            resume_step, decode = written if resume else None, run.policy.tokenizer.decode
-            records = stack.enter_context(Records(config, run_dir, resume_step=resume_step, decode=decode))
-        profile = stack.enter_context(Profile(config.log.profile_steps, run_dir / "profile"))
-        stack.enter_context(watch)
-        stack.push(tell_others)
-        if first:
-            held.enter_context(status_kept(run_dir, check=check))
+        self._checkpointer = Checkpointer(self._run_dir / "checkpoints", keep=keep, keep_best=keep_best)
+        opened.enter_context(self._checkpointer)
+        opened.push(tell_others)
 
-        ratios = Ratios(config, batches=run.batches, updater=run.updater)
-        guard = Guard(
-            config, run_dir, start=start, batches=run.batches, records=records, shown=shown, check=check
+    def start(self, *, resume: bool) -> None:
+        """Restores the last checkpoint or starts at step 0, then opens the records, which are the first files to be written."""
+        self._start = self._run.start(self._checkpointer, resume=resume, say=self._shown.message)
+        step, folder = self._start.position.step, self._checkpointer.folder
+        self._shown.begin(step)
+        if resume:
+            none = f"there is no checkpoint in {folder}: starting at step 0"
+            self._shown.message(f"continuing from {folder / str(step)}" if step else none)
+        if is_first():  # not earlier, because a run that fails a check must not change the folder
+            self._open_records(resume=resume)
+        self._profile = self._opened.enter_context(
+            Profile(self._config.log.profile_steps, self._run_dir / "profile")
         )
-        end_of_step = EndOfStep(
-            run,
-            run_dir,
-            start=start,
-            ratios=ratios,
-            checkpointer=checkpointer,
-            records=records,
-            shown=shown,
-            stop=stop,
-            on_step=on_step,
-            check=check,
-        )
-        # The order matters: traces end before the guard checks the step, and `EndOfStep` writes the guard's metrics.
-        counts = JudgeCounts(run.judges)
-        observers = (TracedSteps(profile), ratios, StepProgress(config, shown), counts, guard, end_of_step)
-        stack.enter_context(stop.held())
-        shown.starting("compiling (later runs load the programs from the cache)")
+        self._opened.enter_context(self._watch)
+        self._opened.push(tell_others)
+        if is_first():
+            self._locked.enter_context(status_kept(self._run_dir, check=self._check_lock))
+
+    def _open_records(self, *, resume: bool) -> None:
+        """Writes the configuration, and opens the trackers."""
+        text = f"# algorithm: {algorithm_of(self._config)}\n{to_yaml(self._config)}"
+        write_whole(self._run_dir / "config.yaml", text.encode())
+        step = self._start.position.step
+        # The last step whose metrics are final. At step 0, there is no such step, because the evaluation before training is repeated.
+        written = step - (self._start.unfinished is not None) if step else -1
+        resume_step, decode = written if resume else None, self._run.policy.tokenizer.decode
+        records = Records(self._config, self._run_dir, resume_step=resume_step, decode=decode)
+        self._records = self._opened.enter_context(records)
+
+    def train(self, on_step: OnStep | None) -> TrainResult:
+        """Runs all steps, and writes the trained model."""
+        run, (end_of_step, observers) = self._run, self._observers(on_step)
+        self._opened.enter_context(self._stop.held())
+        self._shown.starting("compiling (later runs load the programs from the cache)")
         run.sampling.compile()
-        with end_of_step.kept():
+        with end_of_step.saves_last_step():
             end_of_step.start()
             state = run_steps(
-                start.state,
-                start.position,
-                steps=config.steps,
+                self._start.state,
+                self._start.position,
+                steps=self._config.steps,
                 sampling=run.sampling,
                 batches=run.batches,
                 updater=run.updater,
                 learning_rate=run.learning_rate,
                 observers=observers,
             )
-            checkpointer.wait()
-        stack.close()
+            self._checkpointer.wait()
+        self._opened.close()
         policy = replace(run.policy, params=state.params)
-        with end_of_step.kept():
-            check()
-            policy.save(run_dir / "model")
-        if first:
-            write_status(run_dir, "finished")
-        return TrainResult(run_dir=run_dir, policy=policy, metrics=records.read() if records else [])
+        with end_of_step.saves_last_step():
+            self._check_lock()
+            policy.save(self._run_dir / "model")
+        if is_first():
+            write_status(self._run_dir, "finished")
+        metrics = self._records.read() if self._records else []
+        return TrainResult(run_dir=self._run_dir, policy=policy, metrics=metrics)
+
+    def _observers(self, on_step: OnStep | None) -> tuple[EndOfStep, Sequence[Observer]]:
+        """Returns `EndOfStep`, and all observers of the run in order."""
+        run, config, run_dir = self._run, self._config, self._run_dir
+        ratios = Ratios(config, batches=run.batches, updater=run.updater)
+        shared: dict[str, Any] = {"start": self._start, "records": self._records, "shown": self._shown}
+        guard = Guard(config, run_dir, batches=run.batches, check=self._check_lock, **shared)
+        end_of_step = EndOfStep(
+            run,
+            run_dir,
+            ratios=ratios,
+            checkpointer=self._checkpointer,
+            stop=self._stop,
+            on_step=on_step,
+            check=self._check_lock,
+            **shared,
+        )
+        # The order matters: traces end before the guard checks the step, and `EndOfStep` writes the guard's metrics.
+        counts, progress = JudgeCounts(run.judges), StepProgress(config, self._shown)
+        return end_of_step, (TracedSteps(self._profile), ratios, progress, counts, guard, end_of_step)

@@ -149,7 +149,7 @@ class StepBatches:
         config, filtered = self._config, self._config.reward.overlong.filter_truncated
 
         def has_loss(group: Group) -> bool:
-            return any(one.response_tokens and not (filtered and one.truncated) for one in group.rollouts)
+            return any(r.response_tokens and not (filtered and r.truncated) for r in group.rollouts)
 
         size = config.batch.groups_per_update
         split = split_minibatches(groups, groups_per_update=size, seed=(config.seed, step))
@@ -165,15 +165,15 @@ class StepBatches:
         """
         config, packed = self._config, []
         by, filtered = config.loss.aggregation, config.reward.overlong.filter_truncated
-        found = [np.asarray(values, np.float64) for values in self._compute(groups)]
+        computed = [np.asarray(values, np.float64) for values in self._compute(groups)]
         if not config.learnt_metric:
-            found = [np.zeros_like(values) for values in found]
-        shapes, needed = [values.shape for values in found], [(len(group.rollouts),) for group in groups]
+            computed = [np.zeros_like(values) for values in computed]
+        shapes, needed = [values.shape for values in computed], [(len(group.rollouts),) for group in groups]
         if shapes != needed:
             raise ValueError(f"advantages have the shapes {shapes}, need one number per rollout: {needed}")
         self.advantages = {
             (group.prompt.ordinal, index): value
-            for group, values in zip(groups, found, strict=True)
+            for group, values in zip(groups, computed, strict=True)
             for (index, _), value in zip(group.indexed, values.tolist(), strict=True)
         }
         for minibatch in self.split(groups, step):
@@ -184,8 +184,8 @@ class StepBatches:
             if config.environment.credit == "turn":
                 for group, values in zip(minibatch, advantages, strict=True):
                     by_turn = turn_advantages(group, normalize_std=config.advantage.scale == "group_std")
-                    for place, by_token in by_turn.items():
-                        values[place] = by_token
+                    for index, by_token in by_turn.items():
+                        values[index] = by_token
             examples = training_examples(minibatch, advantages, filter_truncated=filtered)
             if named(config.loss.select).name == "low_covariance":
                 random = [np.random.default_rng((config.seed, step, g.prompt.ordinal)) for g in minibatch]

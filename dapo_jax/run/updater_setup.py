@@ -1,13 +1,14 @@
-"""Builds the optimizer, the objective and the updater from a configuration. Runs in the same process share updaters of the same shapes and options."""
+"""Builds the objective and the updater from a configuration. Runs in the same process share updaters of the same shapes and options."""
 
 import json
 from functools import lru_cache, partial
+from typing import Any
 
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from dapo_jax.config import ConfigError, LossConfig, OptimizerConfig, TrainConfig
+from dapo_jax.config import ConfigError, LossConfig, TrainConfig
 from dapo_jax.config.algorithms import CLIPS
 from dapo_jax.config.keys import named, prefixed
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
@@ -19,22 +20,10 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.rewards.functions import load_function
 from dapo_jax.rewards.sample import name_of
-from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.run.learner import Learner
 from dapo_jax.training.update import Model, Objective, UpdateOptions, Updater
 
 _KEPT = 4
-
-
-def optimizer_of(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns the optimizer that `config` describes."""
-    return make_optimizer(
-        name=config.name,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        epsilon=config.epsilon,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-    )
 
 
 def objective_of(loss: LossConfig) -> Objective:
@@ -102,23 +91,19 @@ def routes_note(config: TrainConfig, token_bytes: int) -> str:
 
 def updater_of(
     config: TrainConfig,
-    decoder: DecoderConfig,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    learner: Learner,
     *,
-    layout: Layout,
     objective: Objective | None = None,
     reference: nnx.State | None = None,
-    frozen: nnx.State | None = None,
     teacher: Model | None = None,
 ) -> Updater:
-    """Returns the updater that `config` describes. Runs share it, unless they have a custom objective, a reference policy, a LoRA base or a teacher.
+    """Returns the updater of a training run. Runs share it, unless they have a custom objective, a reference policy, a LoRA base or a teacher.
 
     Raises:
         ConfigError: the objective in the configuration is invalid.
         ValueError: there is a reference policy although `has_reference` returns False, or the other way round.
     """
-    loss, model, correction = config.loss, config.model, config.correction
+    loss, decoder, correction = config.loss, learner.policy.decoder, config.correction
     select, select_options = named(loss.select)
     options = UpdateOptions(
         temperature=config.sampling.temperature,
@@ -135,37 +120,29 @@ def updater_of(
         offload=config.optimizer.offload,
         routes=recorded_routes(config, decoder),
     )
-    function, own = objective or objective_of(loss), (reference, frozen, teacher)
-    arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, options, function)
-    if objective or ":" in named(loss.objective).name or any(own):
-        return _new_updater(*arguments, *own)
-    return _shared_updater(*arguments)
+    weights = {"reference": reference, "frozen": learner.policy.frozen, "teacher": teacher}
+    is_shared = objective is None and ":" not in named(loss.objective).name and not any(weights.values())
+    build = _shared_updater if is_shared else partial(_new_updater, **weights)
+    arguments = (decoder, learner.optimizer, learner.meshes.train, options, objective or objective_of(loss))
+    model, layout = config.model, learner.training_pass.layout
+    return build(*arguments, compute_dtype=model.compute_dtype, remat=model.remat, layout=layout)
 
 
 def _new_updater(
     decoder: DecoderConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    layout: Layout,
-    compute_dtype: str,
-    remat: str,
     options: UpdateOptions,
     objective: Objective,
-    reference: nnx.State | None = None,
-    frozen: nnx.State | None = None,
-    teacher: Model | None = None,
+    *,
+    compute_dtype: str,
+    remat: str,
+    layout: Layout,
+    **weights: Any,
 ) -> Updater:
-    return Updater(
-        graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout),
-        parted(shapes_of(decoder))[0],
-        optimizer,
-        mesh,
-        objective=with_shared_metrics(objective),
-        options=options,
-        reference=reference,
-        frozen=frozen,
-        teacher=teacher,
-    )
+    graph = graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
+    params, objective = parted(shapes_of(decoder))[0], with_shared_metrics(objective)
+    return Updater(graph, params, optimizer, mesh, objective=objective, options=options, **weights)
 
 
 _shared_updater = lru_cache(maxsize=_KEPT)(_new_updater)

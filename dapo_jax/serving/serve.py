@@ -17,14 +17,14 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
 from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, SamplingConfig, load_config
 from dapo_jax.hints import needing
 from dapo_jax.parallel.weights import both_on
+from dapo_jax.run.learner import optimizer_of
 from dapo_jax.run.meshes import mesh_of
 from dapo_jax.run.policy import Policy, check_of_readers, find_policy
-from dapo_jax.run.prompt_sets import dated
+from dapo_jax.run.prompt_sets import with_template_date
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.run.sampler_programs import Transfer, compile_sampling, sharing, transfer_of
 from dapo_jax.run.sources import data_of_run
-from dapo_jax.run.updater_setup import optimizer_of
 from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.requests import OwnOptions
@@ -254,7 +254,7 @@ class Follower:
 
     def __init__(self, source: str, every_s: float, say: Callable[[str], None]) -> None:
         """Records the step of the latest checkpoint. Create the follower before loading the weights, so that no later checkpoint is missed."""
-        self._run, self._every_s, self._say = place_of(source, key="model", write=False), every_s, say
+        self._run, self._every_s, self._say = checked_folder(source, key="model", write=False), every_s, say
         if not (self._run / "checkpoints").is_dir():
             raise ConfigError(
                 f"--follow loads new checkpoints of a run, but {source} has no `checkpoints` folder"
@@ -321,7 +321,7 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
         decoding=options.decoding(),
         template_kwargs=options.chat_template_kwargs,
         # If a chat template prints a date, it gets the training run's date, so that prompts are the same as in training.
-        today=PromptFormat(dated(DataConfig(), like=data_of_run(source))).today,
+        today=PromptFormat(with_template_date(DataConfig(), like=data_of_run(source))).today,
     )
 
 

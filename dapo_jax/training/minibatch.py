@@ -34,10 +34,11 @@ Minibatch = tuple[Stack, ...]
 """The microbatches of one update: one stack per row length, longest rows first."""
 
 
-def with_array(minibatch: Minibatch, name: str, made: Callable[[Stack], Array]) -> Minibatch:
-    """Returns a copy of the minibatch in which the array `name` of each stack is replaced by `made(stack)`."""
+def with_array(minibatch: Minibatch, name: str, compute: Callable[[Stack], Array]) -> Minibatch:
+    """Returns a copy of the minibatch in which the array `name` of each stack is replaced by `compute(stack)`."""
     return tuple(
-        replace(stack, microbatches=replace(stack.microbatches, **{name: made(stack)})) for stack in minibatch
+        replace(stack, microbatches=replace(stack.microbatches, **{name: compute(stack)}))
+        for stack in minibatch
     )
 
 
@@ -53,7 +54,7 @@ def stack_capacity(microbatches: int) -> int:
     return 1 << (microbatches - 1).bit_length()
 
 
-class Placing:
+class MinibatchTransfer:
     """Transfers microbatches from the host to the mesh."""
 
     def __init__(self, sharding: jax.sharding.Sharding) -> None:
@@ -66,10 +67,10 @@ class Placing:
         stacks: list[dict[int, list[Microbatch]]] = []
         for minibatch in minibatches:
             stacks.append({})
-            for one in sorted(minibatch, key=lambda one: -one.tokens.shape[1]):
-                tokens = one.tokens.shape[1]
+            for microbatch in sorted(minibatch, key=lambda m: -m.tokens.shape[1]):
+                tokens = microbatch.tokens.shape[1]
                 same = stacks[-1].setdefault(tokens, [])
-                same.append(one)
+                same.append(microbatch)
                 # The capacity for a row length never shrinks, because each new capacity costs a compilation.
                 self._capacity[tokens] = max(self._capacity.get(tokens, 1), stack_capacity(len(same)))
         return [
@@ -78,10 +79,10 @@ class Placing:
         ]
 
     def _stack(self, microbatches: Sequence[Microbatch], capacity: int) -> Stack:
-        def place(*parts: np.ndarray) -> Array:
-            whole = np.zeros((capacity, *parts[0].shape), parts[0].dtype)
-            whole[: len(parts)] = parts
+        def transfer(*arrays: np.ndarray) -> Array:
+            whole = np.zeros((capacity, *arrays[0].shape), arrays[0].dtype)
+            whole[: len(arrays)] = arrays
             # Every process has built the whole array, but transfers only the shards of its own devices.
             return jax.make_array_from_callback(whole.shape, self._sharding, lambda index: whole[index])
 
-        return Stack(jax.tree.map(place, *microbatches), np.int32(len(microbatches)))
+        return Stack(jax.tree.map(transfer, *microbatches), np.int32(len(microbatches)))

@@ -74,26 +74,26 @@ def pack(
     Raises:
         ValueError: an example is longer than a row.
     """
-    for index, one in enumerate(examples):
-        if one.tokens > row_tokens:
+    for index, example in enumerate(examples):
+        if example.tokens > row_tokens:
             raise ValueError(
-                f"rollout {index} has {len(one.prompt_tokens)} prompt + {len(one.response_tokens)} response = {one.tokens} "
+                f"rollout {index} has {len(example.prompt_tokens)} prompt + {len(example.response_tokens)} response = {example.tokens} "
                 f"tokens, over batch.row_tokens={row_tokens}; raise batch.row_tokens or lower sampling.max_response_tokens"
             )
     pieces = [
         Piece(
             rollouts=(index,),
-            responses=(len(one.response_tokens),),
-            prompt=one.prompt_tokens.tobytes() if share_prompts else index,
-            prompt_tokens=len(one.prompt_tokens),
+            responses=(len(example.response_tokens),),
+            prompt=example.prompt_tokens.tobytes() if share_prompts else index,
+            prompt_tokens=len(example.prompt_tokens),
         )
-        for index, one in enumerate(examples)
+        for index, example in enumerate(examples)
     ]
     also = ["noise"] if any(one.noise is not None for one in examples) else []
     routes = next((one.routes.shape[1:] for one in examples if one.routes is not None), None)
     lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
     made = []
-    for length, rows in share_out(
+    for length, rows in distribute_pieces(
         pieces, lengths=lengths, rows_per_microbatch=rows_per_microbatch, spread=spread
     ):
         made.append(blank_microbatch((rows_per_microbatch, length), *also, routes=routes))
@@ -136,7 +136,7 @@ def _write_row(
             m.weights[place] = weight if one.sampled is None else weight * one.sampled
 
 
-def share_out(
+def distribute_pieces(
     pieces: Sequence[Piece], *, lengths: Sequence[int], rows_per_microbatch: int, spread: int
 ) -> list[tuple[int, list[PackedRow]]]:
     """Distributes pieces over microbatches, and returns (row length, rows) of each microbatch, longest rows first. For the arguments, see `pack`.
@@ -144,10 +144,10 @@ def share_out(
     With a single length in `lengths`, the last microbatch may be mostly padding. With several lengths, some pieces are packed into microbatches of
     shorter rows if this reduces the number of computed tokens.
     """
-    parts = _least_padding(pieces, lengths, rows_per_microbatch)
-    dealt = partial(side_by_side, rows_per_microbatch=rows_per_microbatch, spread=spread)
-    made = ((_length(rows, lengths), rows) for rows in chain.from_iterable(map(dealt, parts)))
-    return sorted(made, key=lambda one: -one[0])
+    packed = _least_padding(pieces, lengths, rows_per_microbatch)
+    split = partial(balanced_microbatches, rows_per_microbatch=rows_per_microbatch, spread=spread)
+    microbatches = ((_length(rows, lengths), rows) for rows in chain.from_iterable(map(split, packed)))
+    return sorted(microbatches, key=lambda microbatch: -microbatch[0])
 
 
 def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[PackedRow]:
@@ -155,12 +155,12 @@ def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[Pack
 
     The pieces are then distributed evenly over these rows: a binary search finds the lowest limit on row length that needs no additional rows.
     """
-    rows = _fewest(pieces, room)
+    rows = _fewest_rows(pieces, room)
     count = -(-len(rows) // multiple) * multiple
     too_low, limit = sum(map(filled_tokens, rows)) // count, room
     while limit - too_low > 1 + room // 64:
         lower = (too_low + limit) // 2
-        tried = _fewest(pieces, lower)
+        tried = _fewest_rows(pieces, lower)
         if len(tried) <= count:
             rows, limit = tried, lower
         else:
@@ -168,7 +168,7 @@ def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[Pack
     return rows + [[] for _ in range(count - len(rows))]
 
 
-def side_by_side(
+def balanced_microbatches(
     rows: Sequence[PackedRow], *, rows_per_microbatch: int, spread: int
 ) -> list[list[PackedRow]]:
     """Splits rows into microbatches, so that the rows in a microbatch have similar attention costs, and its `spread` parts have similar total costs.
@@ -176,7 +176,7 @@ def side_by_side(
     Rows are sorted by attention cost and split into microbatches. Within a microbatch, `spread` rows at a time are assigned to the parts, one row to
     each part. The most expensive of these rows goes to the part with the lowest cost so far.
     """
-    ordered = sorted(rows, key=seen_pairs, reverse=True)
+    ordered = sorted(rows, key=attention_pairs, reverse=True)
     out: list[list[PackedRow]] = []
     for start in range(0, len(ordered), rows_per_microbatch):
         parts: list[list[PackedRow]] = [[] for _ in range(spread)]
@@ -185,7 +185,7 @@ def side_by_side(
             least_first = sorted(range(spread), key=pairs.__getitem__)
             for part, row in zip(least_first, ordered[first : first + spread], strict=True):
                 parts[part].append(row)
-                pairs[part] += seen_pairs(row)
+                pairs[part] += attention_pairs(row)
         out.append([row for part in parts for row in part])
     return out
 
@@ -196,10 +196,10 @@ def filled_tokens(row: PackedRow) -> int:
     return sum(prompts.values()) + sum(piece.response_tokens for piece in row)
 
 
-def seen_pairs(row: PackedRow) -> int:
+def attention_pairs(row: PackedRow) -> int:
     """Returns the number of attention pairs in a row. Each token is paired with all tokens that it attends to, including itself.
 
-    >>> seen_pairs([Piece(rollouts=(0, 1), responses=(2, 1), prompt="p", prompt_tokens=3)])  # 1+2+3, then 4+5, then 4
+    >>> attention_pairs([Piece(rollouts=(0, 1), responses=(2, 1), prompt="p", prompt_tokens=3)])  # 1+2+3, then 4+5, then 4
     19
     """
     prompts = {piece.prompt: piece.prompt_tokens for piece in row}
@@ -233,7 +233,7 @@ def _least_padding(
     )
     # A lower bound on the total length: no padding, and every prompt only once.
     least = filled_tokens(list(pieces)) / rows_per_microbatch
-    ways = (pieces, _bundled(pieces, room, least=room - room // 32))
+    ways = (pieces, _bundle_by_prompt(pieces, room, least=room - room // 32))
     mixes = []
     for short in chain.from_iterable(combinations(lengths[1:], count) for count in range(1, len(lengths))):
         fewest = max(0, -int((sum(short) - least) // room))
@@ -252,13 +252,13 @@ def _least_padding(
     return [even]
 
 
-def _fewest(pieces: Sequence[Piece], room: int) -> list[PackedRow]:
+def _fewest_rows(pieces: Sequence[Piece], room: int) -> list[PackedRow]:
     """Tries two packings and returns the one with fewer rows. The first bundles the responses to each prompt. The second keeps only bundles that almost fill a row."""
-    ways = (_best_fit(_bundled(pieces, room, least=least), room) for least in (0, room - room // 32))
+    ways = (_best_fit(_bundle_by_prompt(pieces, room, least=least), room) for least in (0, room - room // 32))
     return min(ways, key=lambda rows: (len(rows), sum(map(filled_tokens, rows))))
 
 
-def _bundled(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
+def _bundle_by_prompt(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
     """Joins pieces with the same prompt into bundles that fill a row as well as possible. Bundles of fewer than `least` tokens are split up again."""
     of_prompt: dict[Hashable, list[Piece]] = {}
     for piece in pieces:
@@ -268,7 +268,7 @@ def _bundled(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
         rest = same
         while rest:
             sizes = [piece.response_tokens for piece in rest]
-            chosen = _fullest(sizes, room - rest[0].prompt_tokens) or [0]
+            chosen = _largest_sum(sizes, room - rest[0].prompt_tokens) or [0]
             parts = [rest[i] for i in chosen]
             rest = [piece for i, piece in enumerate(rest) if i not in chosen]
             bundle = Piece(
@@ -281,10 +281,10 @@ def _bundled(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
     return bundles
 
 
-def _fullest(sizes: Sequence[int], room: int) -> list[int]:
+def _largest_sum(sizes: Sequence[int], room: int) -> list[int]:
     """Returns the indices of the `sizes` whose sum is as large as possible without exceeding `room`, largest size first.
 
-    >>> _fullest([5, 4, 3], 7)
+    >>> _largest_sum([5, 4, 3], 7)
     [1, 2]
     """
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
@@ -293,10 +293,10 @@ def _fullest(sizes: Sequence[int], room: int) -> list[int]:
     for index in order:
         sums.append((sums[-1] | sums[-1] << sizes[index]) & within)
     total, chosen = sums[-1].bit_length() - 1, []
-    for place in reversed(range(len(order))):
-        if not sums[place] >> total & 1:
-            chosen.append(order[place])
-            total -= sizes[order[place]]
+    for count in reversed(range(len(order))):
+        if not sums[count] >> total & 1:
+            chosen.append(order[count])
+            total -= sizes[order[count]]
     return chosen
 
 
@@ -307,24 +307,25 @@ def _best_fit(pieces: Sequence[Piece], room: int, opened: Sequence[int] = ()) ->
     """
     rows: list[PackedRow] = [[] for _ in opened]
     left = list(opened)
+    """Free tokens of each row."""
     free = sorted((tokens, row) for row, tokens in enumerate(opened))
     """Pairs (free tokens, row index), in ascending order."""
-    having: dict[Hashable, list[int]] = {}
+    rows_of: dict[Hashable, list[int]] = {}
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
         need = piece.response_tokens
-        homes = [(left[row], row) for row in having.get(piece.prompt, ()) if left[row] >= need]
-        if homes:
-            place = min(homes)
+        with_prompt = [(left[row], row) for row in rows_of.get(piece.prompt, ()) if left[row] >= need]
+        if with_prompt:
+            fullest = min(with_prompt)
         else:
             need = piece.tokens
             if not free or free[-1][0] < need:
                 left.append(max(room, need))
                 insort(free, (left[-1], len(rows)))
                 rows.append([])
-            place = free[bisect_left(free, (need, -1))]
-            having.setdefault(piece.prompt, []).append(place[1])
-        free.pop(bisect_left(free, place))
-        tokens, row = place
+            fullest = free[bisect_left(free, (need, -1))]
+            rows_of.setdefault(piece.prompt, []).append(fullest[1])
+        free.pop(bisect_left(free, fullest))
+        tokens, row = fullest
         left[row] = tokens - need
         insort(free, (left[row], row))
         rows[row].append(piece)

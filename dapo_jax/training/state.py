@@ -28,7 +28,7 @@ def state_shardings(
     """Returns the sharding of each array in the train state. `params` may contain only shapes. With `offload`, optimizer moments are in host memory."""
     moments = shardings(jax.eval_shape(optimizer.init, params), mesh)
     if offload:
-        moments = jax.tree.map(lambda place: place.with_memory_kind(OFFLOADED), moments)
+        moments = jax.tree.map(lambda sharding: sharding.with_memory_kind(OFFLOADED), moments)
     return TrainState(shardings(params, mesh), moments)
 
 
@@ -63,8 +63,8 @@ def init_state(
     """
     placed = state_shardings(params, optimizer, mesh, offload=offload)
     copied = jax.jit(_copied, out_shardings=placed.params)
-    own = copied(params) if copy else jax.device_put(params, placed.params)
-    return TrainState(own, jax.jit(optimizer.init, out_shardings=placed.opt_state)(own))
+    weights = copied(params) if copy else jax.device_put(params, placed.params)
+    return TrainState(weights, jax.jit(optimizer.init, out_shardings=placed.opt_state)(weights))
 
 
 def _copied(tree: nnx.State) -> nnx.State:

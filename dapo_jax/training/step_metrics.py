@@ -24,7 +24,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
     in_flight: dict[str, float | int] = {}
     if collected.drawn_tokens is not None:
         in_flight = {"rollout/rounds": collected.rounds, "rollout/drawn_tokens": collected.drawn_tokens}
-    found = {
+    metrics = {
         "rollout/prompts": len(collected.sampled),
         "rollout/waves": collected.waves,
         "rollout/trained_groups": len(collected.groups),
@@ -37,9 +37,9 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
         **(_sampled_metrics(collected.sampled, sampled) if sampled else {}),
     }
     if any(rollout.verdict != NOT_GRADED for rollout in trained):
-        return found
+        return metrics
     of_verdicts = re.compile(r"reward/|rollout/(trained_)?accuracy|rollout/(all_|mixed_|scores_)")
-    return {name: value for name, value in found.items() if not of_verdicts.match(name)}
+    return {name: value for name, value in metrics.items() if not of_verdicts.match(name)}
 
 
 def _ages(collected: Collected) -> dict[str, float | int]:

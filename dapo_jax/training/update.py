@@ -22,19 +22,20 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
 from dapo_jax.dapo.corrections import drop_off_policy, importance_weights
-from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty, with_teacher
+from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 from dapo_jax.dapo.objectives import ARRAYS, wanted
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.dapo.selections import SELECTIONS
+from dapo_jax.dapo.teacher import teacher_advantages, teacher_divergence
 from dapo_jax.hints import nearest
 from dapo_jax.models.decoder import in_tuples, is_apart
 from dapo_jax.numerics.segments import looked_up
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
 from dapo_jax.rewards.sample import name_of
-from dapo_jax.training.minibatch import Minibatch, Placing, Stack, with_array
+from dapo_jax.training.minibatch import Minibatch, MinibatchTransfer, Stack, with_array
 from dapo_jax.training.state import TrainState, state_shardings
 
 Model = tuple[nnx.GraphDef[Any], nnx.State, nnx.State]
@@ -63,29 +64,29 @@ def trace_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
     name, arrays = f"objective {name_of(objective)}", sorted(wanted(objective) | {"weights"})
     signature = f"(logprobs, old_logprobs, advantages, mask, *, {', '.join(arrays)}) -> (loss, metrics)"
     if unknown := [array for array in arrays if array not in ARRAYS]:
-        near = nearest(unknown[0], ARRAYS, least=0.0)[0]
+        suggestion = nearest(unknown[0], ARRAYS, least=0.0)[0]
         raise ValueError(
-            f"{name} requires the array {unknown[0]!r}. Did you mean {near!r}? An update has the arrays {', '.join(ARRAYS)}. An option needs a "
+            f"{name} requires the array {unknown[0]!r}. Did you mean {suggestion!r}? An update has the arrays {', '.join(ARRAYS)}. An option needs a "
             f"default. The signature is {signature}"
         )
-    kinds = {"segment_ids": jnp.int32, "positions": jnp.int32, "selected": jnp.bool_}
+    dtypes = {"segment_ids": jnp.int32, "positions": jnp.int32, "selected": jnp.bool_}
 
     def call(values: Array, mask: Array) -> None:
-        given = {array: values.astype(kinds.get(array, values.dtype)) for array in arrays}
+        others = {array: values.astype(dtypes.get(array, values.dtype)) for array in arrays}
         try:
-            result = objective(values, values, values, mask, **given)
+            result = objective(values, values, values, mask, **others)
         except Exception as error:
             raise ValueError(
                 f"{name} raised {type(error).__name__}: {error}. It is called with the signature {signature}"
             ) from error
-        if problem := _problem_of(result):
+        if problem := _invalid_result(result):
             raise ValueError(f"{name} returned {problem}. It must have the signature {signature}")
 
     values = jax.ShapeDtypeStruct((rows, row_tokens), jnp.float32)
     jax.eval_shape(call, values, jax.ShapeDtypeStruct(values.shape, jnp.bool_))
 
 
-def _problem_of(result: Any) -> str | None:
+def _invalid_result(result: Any) -> str | None:
     """Describes an invalid result of an objective. Returns None if the result is a valid loss and metrics."""
     if not isinstance(result, tuple | list) or len(result) != 2:
         return f"{_kind(result)}, not two values; if there are no metrics, return loss, {{}}"
@@ -132,7 +133,7 @@ class UpdateOptions:
     kl_estimator: str = "k3"
     """Estimator of the KL penalty: `k3` or `k3_unbiased` (see `kl_penalty`)."""
     teacher_coef: float = 1.0
-    """Factor of the teacher's advantages (see `with_teacher`), or of the divergence from the teacher."""
+    """Factor of the teacher's advantages (see `teacher_advantages`), or of the divergence from the teacher."""
     teacher_kl: str = "sampled"
     """`sampled`: the teacher's log-probabilities become advantages. `full`: the divergence from the teacher over the whole vocabulary is part of the loss."""
     offload: bool = False
@@ -179,12 +180,12 @@ class Updater:
         """
         self._graph, self._frozen = graph, nnx.State({}) if frozen is None else frozen
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
-        self._scored_by = {} if reference is None else {"ref_logprobs": self.model(reference)}
+        self._scorers = {} if reference is None else {"ref_logprobs": self.model(reference)}
         self._fixed: Fixed = self._frozen, ()
         if teacher is not None and self._options.teacher_kl == "full":
             self._fixed = self._frozen, (teacher,)
         elif teacher is not None:
-            self._scored_by["teacher_logprobs"] = teacher
+            self._scorers["teacher_logprobs"] = teacher
         self._arrays = wanted(objective) | {"weights"}
         if (reference is not None) != (self._options.kl_coef != 0.0 or "ref_logprobs" in self._arrays):
             raise ValueError(
@@ -200,7 +201,7 @@ class Updater:
         self._shardings, self._whole = placed.params, replicated(mesh)
         self._moments = state_shardings(params, optimizer, mesh).opt_state
         self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
-        self._placing = Placing(self._rows)
+        self._placing = MinibatchTransfer(self._rows)
         self._score = Together(jax.jit(self._score_program, out_shardings=self._rows))
         self._choose = Together(jax.jit(self._select_program, out_shardings=self._rows))
         changed, sums = (placed, self._whole), (placed.params, self._whole)
@@ -226,7 +227,7 @@ class Updater:
         elif self._select is None:
             # In the first update, the old policy is the current policy, so `_loss` uses the log-probabilities that it computes anyway.
             filled[1:] = [with_array(m, "old_logprobs", self._scores(policy)) for m in filled[1:]]
-        for name, model in self._scored_by.items():
+        for name, model in self._scorers.items():
             filled = [with_array(m, name, self._scores(model, replays=False)) for m in filled]
         return filled
 
@@ -236,26 +237,29 @@ class Updater:
 
     def _scores(self, model: Model, *, replays: bool = True) -> Callable[[Stack], Array]:
         """Returns the function that computes log-probabilities under `model`. Without `replays`, the model chooses its experts itself."""
-        return lambda stack: self._score(model, stack if replays else _unrecorded(stack))[0]
+        return lambda stack: self._score(model, stack if replays else _without_routes(stack))[0]
 
     def _selected(self, minibatch: Minibatch, policy: Model) -> Minibatch:
         """Fills in the log-probabilities of an update under the policy, and the selected tokens."""
         scores = [self._score(policy, stack) for stack in minibatch]
-        chosen = self._choose(minibatch, scores)
         return tuple(
             replace(
                 stack,
-                microbatches=replace(stack.microbatches, old_logprobs=found[0], selected=one, noise=None),
+                microbatches=replace(
+                    stack.microbatches, old_logprobs=logprobs, selected=selected, noise=None
+                ),
             )
-            for stack, found, one in zip(minibatch, scores, chosen, strict=True)
+            for stack, (logprobs, *_), selected in zip(
+                minibatch, scores, self._choose(minibatch, scores), strict=True
+            )
         )
 
     def _select_program(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> list[Array]:
         """Returns the selected tokens of each stack. The selection gets the tokens of all stacks in one vector."""
         assert self._select is not None
         stacks = [
-            {**vars(stack.microbatches), "logprobs": found[0], "entropy": found[-1]}
-            for stack, found in zip(minibatch, scores, strict=True)
+            {**vars(stack.microbatches), "logprobs": score[0], "entropy": score[-1]}
+            for stack, score in zip(minibatch, scores, strict=True)
         ]
         whole, unravel = ravel_pytree([stack["mask"] for stack in stacks])
         arrays = {name: ravel_pytree([stack[name] for stack in stacks])[0] for name in wanted(self._select)}
@@ -295,7 +299,7 @@ class Updater:
     def lower_score(self, model: Model, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. The parameters may be shapes with shardings."""
         stack = self.stack_structs(capacity, rows, row_tokens)
-        return self._score.lower(model, stack if model[0] is self._graph else _unrecorded(stack))
+        return self._score.lower(model, stack if model[0] is self._graph else _without_routes(stack))
 
     def programs(
         self, state: TrainState, *, capacity: int, rows: int, lengths: Sequence[int]
@@ -317,14 +321,14 @@ class Updater:
         )
         sums = self.sums_structs(state)
         add = partial(self._add.lower, (state.params, self._fixed), sums)
-        made = {
+        programs = {
             "update_begin": partial(self._nothing.lower, state.params),
             "update_add_longest": partial(add, whole, first),
         }
         if len(lengths) > 1:
             shortest = self.stack_structs(1, rows, lengths[-1])
-            made["update_add_shortest"] = partial(add, shortest, first)
-        return made | {"update_apply": partial(self._apply.lower, state, sums, rate)}
+            programs["update_add_shortest"] = partial(add, shortest, first)
+        return programs | {"update_apply": partial(self._apply.lower, state, sums, rate)}
 
     def sums_structs(self, state: TrainState) -> PyTree:
         """Returns the shapes and shardings of the running sums that are passed between the programs of an update."""
@@ -334,7 +338,7 @@ class Updater:
         """Returns the shapes and shardings of a stack."""
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         shape = (capacity, rows, row_tokens)
-        also = [*self._scored_by, *["selected"] * (self._select is not None)]
+        also = [*self._scorers, *["selected"] * (self._select is not None)]
         arrays = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=self._rows),
             blank_microbatch((), *also, routes=self._options.routes),
@@ -350,7 +354,7 @@ class Updater:
 
         def program(models: tuple[Model, ...], m: Microbatch) -> tuple[Array, ...]:
             before, ends, counts = _hidden(models[0], m)
-            others = [_hidden(model, replace(m, routes=None))[:2] for model in models[1:]]
+            teachers = [_hidden(model, replace(m, routes=None))[:2] for model in models[1:]]
             scores = ends.layout.logprobs(
                 before,
                 ends.unembedding(),
@@ -359,10 +363,10 @@ class Updater:
                 temperature=self._options.temperature,
                 chunk_vocab=self._options.logprob_chunk_vocab,
                 dtype=ends.compute_dtype,
-                teachers=[(its, its_ends.unembedding()) for its, its_ends in others],
-                caps=[each.config.logit_cap for each in (ends, *(its_ends for _, its_ends in others))],
+                teachers=[(states, layers.unembedding()) for states, layers in teachers],
+                caps=[layers.config.logit_cap for layers in (ends, *(layers for _, layers in teachers))],
             )
-            return *(each.reshape(m.tokens.shape) for each in scores), *counts
+            return *(score.reshape(m.tokens.shape) for score in scores), *counts
 
         return _decoder(models[0]).ends.layout.shard(program)(models, microbatch)
 
@@ -370,8 +374,8 @@ class Updater:
         """Computes the log-probabilities of all microbatches in a stack, and the entropy if the selection requires it, [capacity, rows, seq]."""
 
         def score(i: Array, scores: tuple[Array, ...]) -> tuple[Array, ...]:
-            found = self._logprobs((model,), stack.at(i))[: len(scores)]
-            return jax.tree.map(partial(lax.dynamic_update_index_in_dim, index=i, axis=0), scores, found)
+            new = self._logprobs((model,), stack.at(i))[: len(scores)]
+            return jax.tree.map(partial(lax.dynamic_update_index_in_dim, index=i, axis=0), scores, new)
 
         blank = jnp.zeros_like(stack.microbatches.old_logprobs)
         return lax.fori_loop(0, stack.count, score, (blank,) * (1 + self._scores_entropy))
@@ -393,25 +397,25 @@ class Updater:
             (value, measured), new = jax.value_and_grad(loss, has_aux=True)(params, i)
             grads = lax.with_sharding_constraint(jax.tree.map(jnp.add, grads, new), self._shardings)
             # Metrics are stored per microbatch and added on the host in float64, because float32 counts are inexact beyond 2^24.
-            kept = jax.tree.map(lambda all_, one: all_.at[i].set(one), metrics, measured)
+            kept = jax.tree.map(lambda values, value: values.at[i].set(value), metrics, measured)
             return (grads, total + value), kept
 
         _, shapes = jax.eval_shape(loss, params, stack.count)
-        blank = {name: _blank(metric, len(stack.microbatches.tokens)) for name, metric in shapes.items()}
+        blank = {name: _neutral(metric, len(stack.microbatches.tokens)) for name, metric in shapes.items()}
         return lax.fori_loop(0, stack.count, accumulate, (sums, blank))
 
     def _loss(
         self, models: tuple[Model, ...], microbatch: Microbatch, first: Bool[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Metric]]:
         options, mask = self._options, microbatch.mask
-        logprobs, entropy, *found = self._logprobs(models, microbatch)
-        divergences, counts = found[: len(models) - 1], found[len(models) - 1 :]
+        logprobs, entropy, *others = self._logprobs(models, microbatch)
+        divergences, counts = others[: len(models) - 1], others[len(models) - 1 :]
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
-        of_tokens, advantages, metrics = microbatch.weights, microbatch.advantages, dict[str, Metric]()
-        if "teacher_logprobs" in self._scored_by:
-            taught, coef = microbatch.teacher_logprobs, options.teacher_coef
-            advantages, measured = with_teacher(advantages, taught, old, mask, coef=coef)
+        token_weights, advantages, metrics = microbatch.weights, microbatch.advantages, dict[str, Metric]()
+        if "teacher_logprobs" in self._scorers:
+            teacher, coef = microbatch.teacher_logprobs, options.teacher_coef
+            advantages, measured = teacher_advantages(advantages, teacher, old, mask, coef=coef)
             metrics |= measured
         if options.correction != "none":
             low, high = options.importance_range
@@ -424,41 +428,44 @@ class Updater:
                 low=low,
                 high=high,
             )
-            of_tokens, metrics = of_tokens * ratios, metrics | measured
-        of_objective = of_tokens
+            token_weights, metrics = token_weights * ratios, metrics | measured
+        objective_weights = token_weights
         if options.drop_off_policy is not None:
             delta, ids = options.drop_off_policy, microbatch.segment_ids
             kept, measured = drop_off_policy(
                 current, microbatch.sampler_logprobs, advantages, mask, ids, delta=delta
             )
-            of_objective, metrics = of_tokens * kept, metrics | measured
+            objective_weights, metrics = token_weights * kept, metrics | measured
         if self._select is not None:
             selected = microbatch.selected.astype(jnp.float32)
             metrics["policy/selected_frac"] = token_mean(selected, mask)
-            of_objective = of_objective if "selected" in self._arrays else of_objective * selected
+            objective_weights = (
+                objective_weights if "selected" in self._arrays else objective_weights * selected
+            )
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
-        made = {"weights": of_objective, "entropy": entropy}
-        arrays = {name: made[name] if name in made else getattr(microbatch, name) for name in self._arrays}
+        provided = {**vars(microbatch), "weights": objective_weights, "entropy": entropy}
+        arrays = {name: provided[name] for name in self._arrays}
         loss, measured = self._objective(logprobs, old, advantages, mask, **arrays)
         metrics = {**measured, **metrics, "policy/entropy": token_mean(entropy, mask)}
         metrics |= mismatch_metrics(trainers, microbatch.sampler_logprobs, compared)
         if counts:
             config = _decoder(models[0]).ends.config
+            sizes = {"layers": config.layers, "experts": config.experts.count}
             flipped, load = counts
-            how = {"layers": config.layers, "experts": config.experts.count}
-            metrics |= routing_metrics(flipped, load, microbatch, **how)
+            metrics |= routing_metrics(flipped, load, microbatch, **sizes)
         if options.kl_coef:
             # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights. It has
             # no advantage, so `drop_off_policy` and `select` do not apply to it.
-            how = {"estimator": options.kl_estimator, "old_logprobs": old, "weights": of_tokens}
-            penalty, measured = kl_penalty(logprobs, microbatch.ref_logprobs, mask, **how)
+            estimate = partial(kl_penalty, estimator=options.kl_estimator, old_logprobs=old)
+            penalty, measured = estimate(logprobs, microbatch.ref_logprobs, mask, weights=token_weights)
             loss, metrics = loss + options.kl_coef * penalty, metrics | measured
         for divergence in divergences:
-            loss = loss + options.teacher_coef * jnp.sum(of_tokens * divergence, where=mask)
-            metrics["teacher/reverse_kl"] = token_mean(divergence, mask)
+            coef = options.teacher_coef
+            penalty, measured = teacher_divergence(divergence, mask, weights=token_weights, coef=coef)
+            loss, metrics = loss + penalty, metrics | measured
         scored = (current, old) if by_trainer else (current,)
-        found = {
+        nonfinite = {
             "nonfinite/sampler_logprobs": _not_finite(mask, microbatch.sampler_logprobs),
             "nonfinite/advantages": _not_finite(mask, advantages),
             "nonfinite/trainer_logprobs": _not_finite(mask, *scored),
@@ -466,8 +473,8 @@ class Updater:
         }
         # A non-finite input need not make the loss non-finite: clipping can hide it, and the loss may not depend on the sampler's log-probabilities.
         # The loss is therefore set to NaN, so that `_apply_program` skips the update.
-        loss = jnp.where(jnp.stack(list(found.values())).any(), jnp.nan, loss)
-        return loss, metrics | {name: Max(bad.astype(jnp.float32)) for name, bad in found.items()}
+        loss = jnp.where(jnp.stack(list(nonfinite.values())).any(), jnp.nan, loss)
+        return loss, metrics | {name: Max(bad.astype(jnp.float32)) for name, bad in nonfinite.items()}
 
     def _apply_program(
         self, state: TrainState, sums: Sums, learning_rate: Float[Array, ""]
@@ -498,7 +505,7 @@ def _decoder(model: Model) -> Any:
     return nnx.merge(graph, trained, in_tuples(frozen) if frozen and is_apart(frozen) else frozen)
 
 
-def _unrecorded(stack: Stack) -> Stack:
+def _without_routes(stack: Stack) -> Stack:
     return replace(stack, microbatches=replace(stack.microbatches, routes=None))
 
 
@@ -508,8 +515,8 @@ def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any, tuple[Array, ...]]
     hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids, m.routes)
     counts: tuple[Array, ...] = ()
     if decoder.ends.config.experts is not None:
-        hidden, found = hidden
-        counts = tuple(found[name].astype(jnp.float32) for name in ("flipped", "load"))
+        hidden, routing = hidden
+        counts = tuple(routing[name].astype(jnp.float32) for name in ("flipped", "load"))
     return looked_up(hidden, m.previous).reshape(-1, hidden.shape[-1]), decoder.ends, counts
 
 
@@ -544,14 +551,14 @@ def routing_metrics(
     """
     load = load.reshape(-1, layers, load.shape[1] // experts, experts).sum((0, 2))
     busiest = load.max(1) / jnp.maximum(load.mean(1), 1e-9)
-    found: dict[str, Metric] = {
+    metrics: dict[str, Metric] = {
         "routing/busiest_load": Mean(busiest.sum(), jnp.float32(layers)),
         "routing/unused_frac": Mean((load == 0).sum(dtype=jnp.float32), jnp.float32(layers * experts)),
     }
     if m.routes is None:
-        return found
+        return metrics
     real, recorded = m.segment_ids > 0, m.routes[..., 0, 0] != NO_ROUTE
-    return found | {
+    return metrics | {
         "routing/flipped_frac": token_mean(flipped / layers, real & recorded),
         "routing/no_record_frac": token_mean((~recorded).astype(jnp.float32), real),
     }
@@ -562,7 +569,7 @@ def _not_finite(mask: Array, *values: Array) -> Bool[Array, ""]:
     return (mask & ~jnp.stack([jnp.isfinite(array) for array in values]).all(axis=0)).any()
 
 
-def _blank(metric: Metric, count: int) -> Metric:
+def _neutral(metric: Metric, count: int) -> Metric:
     """Returns `count` neutral elements of a metric: -inf for a maximum, 0 for a mean."""
     nothing = -jnp.inf if isinstance(metric, Max) else 0.0
     return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), nothing, leaf.dtype), metric)

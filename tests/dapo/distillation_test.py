@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.losses import dapo_loss, kl_penalty, with_teacher
+from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.objectives import dppo_loss
+from dapo_jax.dapo.teacher import teacher_advantages
 
 FIXTURES = np.load(Path(__file__).parent / "fixtures" / "distillation.npz")
 SEEDS = ("s0", "s1")
@@ -49,20 +50,20 @@ def assert_gradient(seed, key, loss, at, where):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_advantages_are_those_of_nemo_rl_and_the_metric_is_their_negated_mean(seed):
     _, old, _, teacher, mask = batch_of(seed)
-    advantages, metrics = with_teacher(jnp.zeros(mask.shape), teacher, old, mask)
+    advantages, metrics = teacher_advantages(jnp.zeros(mask.shape), teacher, old, mask)
     mask = np.asarray(mask)
     expected = FIXTURES[f"{seed}/advantage/opd/nemo_rl/advantages"][mask]
     np.testing.assert_array_equal(np.asarray(advantages)[mask], expected)
     assert to_scalars(metrics)["teacher/reverse_kl"] == pytest.approx(-expected.mean(), rel=1e-14)
     task = jnp.linspace(-1.0, 1.0, mask.size).reshape(mask.shape)
-    both, _ = with_teacher(task, teacher, old, jnp.asarray(mask), coef=0.25)
+    both, _ = teacher_advantages(task, teacher, old, jnp.asarray(mask), coef=0.25)
     np.testing.assert_allclose(np.asarray(both)[mask], np.asarray(task)[mask] + 0.25 * expected, rtol=1e-15)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_clipped_loss_is_the_policy_gradient_of_verl(seed):
     now, old, _, teacher, mask = batch_of(seed)
-    advantages, _ = with_teacher(jnp.zeros(mask.shape), teacher, now, mask)
+    advantages, _ = teacher_advantages(jnp.zeros(mask.shape), teacher, now, mask)
     loss = partial(
         dapo_loss, old_logprobs=old, advantages=advantages, mask=mask, clip_ratio_low=0.2, clip_ratio_high=0.2
     )
@@ -74,7 +75,7 @@ def test_the_clipped_loss_is_the_policy_gradient_of_verl(seed):
 def test_dppo_is_the_loss_of_prime_rl_except_where_a_wanted_token_has_fallen(seed):
     """prime-rl drops every token whose probability fell by more than 0.2. DPPO drops it only if its advantage is negative."""
     now, _, sampler, teacher, mask = batch_of(seed)
-    advantages, _ = with_teacher(jnp.zeros(mask.shape), teacher, now, mask)
+    advantages, _ = teacher_advantages(jnp.zeros(mask.shape), teacher, now, mask)
     options = {
         "delta_low": 0.2,
         "delta_high": jnp.inf,

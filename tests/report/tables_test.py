@@ -89,5 +89,5 @@ def test_the_algorithm_of_a_run_is_found_by_its_keys(name, tmp_path):
     ended = replace(run([], config), status=status)
     assert about(ended) == {"algorithm": name, "seed": "7", "devices": "8 x cpu"}
     changed = replace(ended, config=replaced(config, {"loss.clip_ratio_high": 0.9}))
-    assert about(changed)["algorithm"] == "its own keys"
+    assert about(changed)["algorithm"] == f"{name} with loss.clip_ratio_high=0.9"
     assert about(replace(ended, config=None)) == status.process

@@ -33,9 +33,9 @@ from dapo_jax.config import (
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
 from dapo_jax.models.presets import Experts
 from dapo_jax.run import train
+from dapo_jax.run.learner import optimizer_of
 from dapo_jax.run.policy import Policy, load_policy
 from dapo_jax.run.sources import lora_of
-from dapo_jax.run.updater_setup import optimizer_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import CharTokenizer

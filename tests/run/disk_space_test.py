@@ -14,7 +14,7 @@ from dapo_jax.config import (
     EvalConfig,
     TrainConfig,
 )
-from dapo_jax.run.disk_space import room_for, written_by
+from dapo_jax.run.disk_space import bytes_to_write, room_for
 from dapo_jax.trackers.progress import Progress
 
 Usage = namedtuple("Usage", ("total", "used", "free"))
@@ -63,10 +63,10 @@ def test_a_run_writes_its_checkpoints_and_its_model(
         checkpoint=CheckpointConfig(every_steps=every, keep=keep, keep_best=best),
     )  # fmt: skip
     size = 1000 * (12 * checkpoints + 4)
-    assert written_by(config, 1000)["run_dir"] == (str(tmp_path), size)
+    assert bytes_to_write(config, 1000)["run_dir"] == (str(tmp_path), size)
     Path(tmp_path, "checkpoints", "10").mkdir(parents=True)
     Path(tmp_path, "checkpoints", "10", "state").write_bytes(bytes(12_000))
-    assert written_by(config, 1000)["run_dir"] == (str(tmp_path), size - 12_000)
+    assert bytes_to_write(config, 1000)["run_dir"] == (str(tmp_path), size - 12_000)
 
 
 def test_folders_on_one_disk_share_it(monkeypatch, tmp_path):

@@ -24,7 +24,7 @@ from dapo_jax.models.folder import save_model
 from dapo_jax.models.lora import lora_shape
 from dapo_jax.numerics.quantization import Quantized
 from dapo_jax.run.build import Run
-from dapo_jax.run.meshes import mesh_of, meshes_of
+from dapo_jax.run.meshes import meshes_of
 from dapo_jax.run.policy import find_policy, load_policy
 from dapo_jax.run.sampler_programs import sharing, transfer_of
 from dapo_jax.run.train import train
@@ -77,10 +77,9 @@ def adapted(request, adapting, run_micro, rows):
 )
 def test_trainer_and_sampler_share_frozen_weights_where_both_hold_them_alike(axes, sampling, dtype, once):
     parallel, sampling = ParallelConfig(**axes), SamplingConfig(**sampling)
-    mesh = mesh_of(parallel)
-    meshes = meshes_of(parallel, mesh)
+    meshes = meshes_of(parallel)
     policy = load_policy(
-        ModelConfig(source="preset:tiny", compute_dtype=dtype), lora=lora_shape(rank=2, alpha=8.0, targets=["mlp"]), mesh=mesh,
+        ModelConfig(source="preset:tiny", compute_dtype=dtype), lora=lora_shape(rank=2, alpha=8.0, targets=["mlp"]), mesh=meshes.train,
         sampler=meshes.sampler, shares=sharing(meshes, sampling, dtype=dtype),
     )  # fmt: skip
     assert is_apart(policy.frozen) == once

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dapo_jax.dapo.metrics import Max, Mean
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.run.guard import Update, in_words, nonfinite_leaves
+from dapo_jax.run.guard import Update, described, nonfinite_leaves
 from dapo_jax.training.minibatch import Stack
 
 
@@ -40,7 +40,7 @@ def test_flags_name_microbatches_of_each_stack_and_parameters():
         "loss": {"microbatches": [[0, 1], [1, 2]]},
         "gradient": {"parameters": ["embedding", "up"]},
     }
-    assert in_words(named) == "loss, gradient (embedding, up)"
+    assert described(named) == "loss, gradient (embedding, up)"
 
 
 def test_room_beyond_the_microbatches_is_not_kept():

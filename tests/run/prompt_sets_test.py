@@ -7,7 +7,7 @@ from datetime import date
 import pytest
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig
-from dapo_jax.run.prompt_sets import dated, held_out_prompts, joined, training_prompts
+from dapo_jax.run.prompt_sets import concatenated, held_out_prompts, training_prompts, with_template_date
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer
 
@@ -91,7 +91,7 @@ def test_a_missing_split_is_reported_with_the_existing_ones(sums):
 
 
 def test_joined_lists_are_one_list():
-    rows = joined([[{"n": 0}, {"n": 1}], [{"n": 2}], [{"n": 3}, {"n": 4}]])
+    rows = concatenated([[{"n": 0}, {"n": 1}], [{"n": 2}], [{"n": 3}, {"n": 4}]])
     assert [row["n"] for row in rows] == [0, 1, 2, 3, 4]
     assert (rows[-1]["n"], rows[-5]["n"]) == (4, 0)
 
@@ -104,9 +104,13 @@ def test_a_conversation_without_a_chat_template_is_a_configuration_error():
 
 def test_the_day_is_the_configured_one_or_the_run_s_or_today():
     run, own = DataConfig(template_date="2024-07-26"), DataConfig(template_date="2023-01-02")
-    assert dated(own, like=run) == own
-    assert dated(DataConfig(), like=run) == run
-    assert dated(DataConfig(), like=DataConfig()).template_date == dated(DataConfig()).template_date != ""
+    assert with_template_date(own, like=run) == own
+    assert with_template_date(DataConfig(), like=run) == run
+    assert (
+        with_template_date(DataConfig(), like=DataConfig()).template_date
+        == with_template_date(DataConfig()).template_date
+        != ""
+    )
     assert PromptFormat(run).today == date(2024, 7, 26)
     assert PromptFormat().today is None
 

@@ -38,7 +38,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
     one = make_mesh(devices=jax.devices()[:1])
-    monkeypatch.setattr("dapo_jax.run.build.mesh_of", lambda axes, **how: one)
+    monkeypatch.setattr("dapo_jax.run.meshes.mesh_of", lambda axes, **how: one)
 
 
 def step(run_dir):

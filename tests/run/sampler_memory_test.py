@@ -10,7 +10,7 @@ from dapo_jax.models.presets import preset
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.run.policy import load_policy
-from dapo_jax.run.sampler_setup import KNOWN_SHARE, response_sampler, room_for_cache
+from dapo_jax.run.sampler_setup import KNOWN_SHARE, SamplerSpec, response_sampler, room_for_cache
 from dapo_jax.sampling.prompt_packing import PrefillShape
 
 TINY = preset("tiny")
@@ -76,10 +76,11 @@ def sampler():
     policy = load_policy(ModelConfig(source="preset:tiny", tokenizer="char:0123456789+="), mesh=mesh)
 
     def made(memory, **options):
-        return response_sampler(
-            policy, make_meshes(mesh), replace(PAGES, **options), seed=0, max_prompt_tokens=16, compute_dtype="float32",
-            group_size=4, memory=memory, resident=bytes_on_device(policy.params, mesh.shape),
-        )  # fmt: skip
+        spec = SamplerSpec(
+            sampling=replace(PAGES, **options), max_prompt_tokens=16, compute_dtype="float32", group_size=4
+        )
+        resident = bytes_on_device(policy.params, mesh.shape)
+        return response_sampler(policy, make_meshes(mesh), spec, seed=0, memory=memory, resident=resident)
 
     return made
 

@@ -1,9 +1,14 @@
 """The ratios in the rollout log are those that the updates clipped."""
 
+import jax
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.batching import training_examples
+from dapo_jax.run.observers import ratios_of, responses_in
 from dapo_jax.trackers.rollout_log import read_rollouts
+from dapo_jax.training.row_packing import pack
+from tests.run.conftest import make_group
 
 LOW, HIGH = 0.2, 0.28
 """The defaults of loss.clip_ratio_low and loss.clip_ratio_high."""
@@ -80,6 +85,20 @@ def test_advantages_of_trained_groups_are_written_and_sum_to_nothing(steps):
             assert sum(row["advantage"] for row in rows) == pytest.approx(0.0, abs=1e-5)
             best = max(rows, key=lambda row: row["reward"])
             assert best["advantage"] == max(row["advantage"] for row in rows)
+
+
+def test_equal_tokens_that_were_sampled_with_different_weights_have_their_own_ratios():
+    """The second response differs from the first in the sampler's log-probabilities alone."""
+    group = make_group(0, "xx", [2, 2])
+    for index, rollout in enumerate(group.rollouts):
+        rollout.response.tokens[:] = (5, 2)
+        rollout.response.logprobs[:] = -1.0 - index
+    examples = training_examples([group], [[1.0, -1.0]])
+    [packed] = pack(examples, np.ones(2), row_tokens=16, rows_per_microbatch=1)
+    stack = jax.tree.map(lambda array: array[None], packed)
+    by_response = dict(responses_in(stack, stack.sampler_logprobs * 10))
+    ratios = [ratios_of(group, rollout, by_response) for rollout in group.rollouts]
+    np.testing.assert_array_equal(ratios, [[-10.0, -10.0], [-20.0, -20.0]])
 
 
 def test_writing_rollouts_changes_nothing_of_the_run(micro, run_micro, logged, same_run):

@@ -1,6 +1,7 @@
 """Training runs: their files, and that an interrupted run equals an uninterrupted one."""
 
 import io
+import json
 import re
 import time
 from dataclasses import replace
@@ -10,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.checkpoints.manifest import META
 from dapo_jax.config import ConfigError, ModelConfig, load_config
 from dapo_jax.run.policy import load_policy
+from dapo_jax.run.resume_point import IDENTITY
 from dapo_jax.run.run_dir import check_run_dir
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
@@ -55,6 +58,12 @@ def test_there_is_an_evaluation_before_the_first_and_after_the_last_step(finishe
     evaluated = [line["step"] for line in finished.metrics if "eval/arithmetic/avg@4" in line]
     assert evaluated == [0, 4]
     assert {"eval/arithmetic/pass@2", "eval/arithmetic/pass@4"} <= finished.metrics[0].keys()
+
+
+def test_the_name_of_the_algorithm_is_in_the_configuration_and_in_checkpoints(finished):
+    assert (finished.run_dir / "config.yaml").read_text().startswith("# algorithm: dapo\n")
+    progress = json.loads((finished.run_dir / "checkpoints" / "4" / META).read_text())["progress"]
+    assert progress[IDENTITY]["algorithm"] == "dapo"
 
 
 def test_a_run_keeps_the_size_of_its_waves_and_is_compared_by_it(micro, run_micro):

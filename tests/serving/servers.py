@@ -17,7 +17,7 @@ import jax
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.run.updater_setup import optimizer_of
+from dapo_jax.run.learner import optimizer_of
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.training.state import init_state

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from dapo_jax.dapo.batching import Example
-from dapo_jax.training.minibatch import Placing
+from dapo_jax.training.minibatch import MinibatchTransfer
 from dapo_jax.training.row_packing import pack
 
 
@@ -20,7 +20,7 @@ def microbatches(count, row_tokens):
 
 
 def placing():
-    return Placing(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    return MinibatchTransfer(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
 def test_the_unused_capacity_of_a_stack_is_zero():

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_jax.training.row_packing import Piece, even_rows, filled_tokens, seen_pairs, share_out, side_by_side
+from dapo_jax.training.row_packing import (
+    Piece,
+    attention_pairs,
+    balanced_microbatches,
+    distribute_pieces,
+    even_rows,
+    filled_tokens,
+)
 
 ROW = 2048 + 20_480
 PAIRS = 2 * 487_587_840 / (4 * 40 * 128)
@@ -96,7 +103,7 @@ def test_without_room_every_piece_has_its_own_row():
 def test_similar_rows_share_a_microbatch_with_balanced_parts():
     """Sorted: 8, 7, 6, 5 | 4, 3, 2, 1. The two parts of the first microbatch get 8 and 5, and 7 and 6."""
     packed = [[piece(i, tokens)] for i, tokens in enumerate((3, 8, 5, 1, 7, 2, 6, 4))]
-    dealt = side_by_side(packed, rows_per_microbatch=4, spread=2)
+    dealt = balanced_microbatches(packed, rows_per_microbatch=4, spread=2)
     assert list(map(responses_of, dealt)) == [[[8], [5], [7], [6]], [[4], [1], [3], [2]]]
 
 
@@ -114,10 +121,12 @@ def test_an_update_of_512_rollouts_has_the_fewest_microbatches_and_even_rows(mea
     """
     pieces = as_in_the_paper(0, groups=32, mean=mean, sigma=sigma)
     even = even_rows(pieces, room=ROW, multiple=rows)
-    packed = [*chain.from_iterable(side_by_side(even, rows_per_microbatch=rows, spread=spread))]
+    packed = [*chain.from_iterable(balanced_microbatches(even, rows_per_microbatch=rows, spread=spread))]
     least = sum(p.response_tokens for p in pieces) + sum({p.prompt: p.prompt_tokens for p in pieces}.values())
     assert len(packed) == -(-least // (rows * ROW)) * rows
-    cost = np.array([ROW + seen_pairs(row) / PAIRS for row in packed]).reshape(-1, spread, rows // spread)
+    cost = np.array([ROW + attention_pairs(row) / PAIRS for row in packed]).reshape(
+        -1, spread, rows // spread
+    )
     slower = cost.sum(2).max(1) / cost.sum(2).mean(1) - 1
     assert slower.mean() < 0.03
     assert slower.max() < 0.08
@@ -147,7 +156,9 @@ def test_less_than_a_twentieth_of_a_step_is_padding_and_devices_are_balanced(mea
     rows, computed, used, most = 32, 0, 0, 0.0
     for seed in range(16):
         pieces = as_in_the_paper(seed, groups=32, mean=mean, sigma=sigma)
-        for length, packed in share_out(pieces, lengths=LENGTHS, rows_per_microbatch=rows, spread=rows):
+        for length, packed in distribute_pieces(
+            pieces, lengths=LENGTHS, rows_per_microbatch=rows, spread=rows
+        ):
             tokens = list(map(filled_tokens, packed))
             computed, used, most = computed + rows * length, used + sum(tokens), most + max(tokens)
     assert used > 0.95 * computed
@@ -157,11 +168,10 @@ def test_less_than_a_twentieth_of_a_step_is_padding_and_devices_are_balanced(mea
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), min_size=1, max_size=40),
     rows=st.integers(1, 6),
-    alone=st.booleans(),
 )
-def test_with_several_lengths_every_piece_is_in_one_row_that_fits(sizes, rows, alone):
+def test_with_several_lengths_every_piece_is_in_one_row_that_fits(sizes, rows):
     pieces = [piece(i, tokens, prompt=p, prompt_tokens=p + 1) for i, (p, tokens) in enumerate(sizes)]
-    made = share_out(pieces, lengths=(64, 40, 16, 8), rows_per_microbatch=rows, spread=1, alone=alone)
+    made = distribute_pieces(pieces, lengths=(64, 40, 16, 8), rows_per_microbatch=rows, spread=1)
     assert all(len(packed) == rows for _, packed in made)
     assert all(filled_tokens(row) <= length for length, packed in made for row in packed)
     found = [i for _, packed in made for row in packed for p in row for i in p.rollouts]

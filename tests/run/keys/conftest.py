@@ -20,7 +20,7 @@ from dapo_jax.models.presets import PRESETS, Experts
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.pool import GradingPool
-from dapo_jax.run import build, policy, sources, updater_setup
+from dapo_jax.run import policy, sources, updater_setup
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers import TensorBoardTracker, WandbTracker
 from dapo_jax.trackers.profile import Profile
@@ -86,7 +86,7 @@ def watched():
         # The slowest functions run once for each set of arguments.
         for place in (policy, updater_setup):
             patch.setattr(place, "graph_of", doubles.once(graph_of))
-        patch.setattr("dapo_jax.run.build.load_policy", doubles.once(build.load_policy))
+        patch.setattr("dapo_jax.run.learner.load_policy", doubles.once(policy.load_policy))
         for cls in (Watch, Watchdogs, Checkpointer, Profile, GradingPool, AsyncCalls, Episodes):
             doubles.noting(patch, cls, received)
         # The trackers are doubles, so their packages and keys are not needed.
