@@ -69,19 +69,15 @@ def flown(delta, run_micro, rows):
     return run_micro(delta(**FLIGHT), eval_rows=rows)
 
 
-@pytest.fixture(scope="module")
-def waves(delta, run_micro, rows):
-    return run_micro(delta(), eval_rows=rows)
-
-
-def assert_synchronous(found):
-    for line in found.metrics[1:]:
+def assert_synchronous(lines):
+    for line in lines:
         assert line["sync/logprob_diff_max"] <= 2e-5
         assert line["update/grad_norm"] > 0
 
 
-def test_packed_rows_with_shared_prompts_are_scored_as_they_were_sampled(waves):
-    assert_synchronous(waves)
+def test_packed_rows_with_shared_prompts_are_scored_as_they_were_sampled(flown):
+    """In the first step, all tokens are of its weights. The slow tests compare later steps."""
+    assert_synchronous(flown.metrics[1:2])
 
 
 def assert_same_responses(found, expected):
@@ -100,7 +96,7 @@ def test_heads_split_over_devices_give_the_same_responses(delta, run_micro, rows
     """Sums over heads and over the weights' parts have another order, in the first step as in the steps after updates."""
     mesh = {"parallel__data": 2, "parallel__fsdp": 2, "parallel__tensor": 2}
     expected, found = (run_micro(delta(norm_eps=SMOOTH, **axes), eval_rows=rows) for axes in ({}, mesh))
-    assert_synchronous(found)
+    assert_synchronous(found.metrics[1:])
     assert_same_responses(found, expected)
 
 
@@ -139,4 +135,4 @@ def test_episodes_are_read_again_before_each_turn(delta, run_micro):
 def test_adapters_are_sampled_as_they_are_trained(delta, run_micro, rows):
     adapters = LoraConfig(rank=2, alpha=8.0, targets=["q_proj", "linear_attention", "mlp"])
     found = run_micro(delta(steps=2, lora=adapters), eval_rows=rows)
-    assert_synchronous(found)
+    assert_synchronous(found.metrics[1:])
