@@ -97,7 +97,7 @@ def measure(
     found = {}
     for replay in ("off", "sampler") if decoder.experts else ("off",):
         rows = (
-            [replace(one, routes=None, prompt_routes=None) for one in examples]
+            [replace(one, prompt=one.prompt.sampled, response=one.response.sampled) for one in examples]
             if replay == "off"
             else examples
         )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.evaluation import (
     consensus,
     consensus_answers,
@@ -27,8 +28,7 @@ def make_group(answers, *, right=("7",), lengths=None, truncated=(), lost=(), ro
     rollouts = tuple(
         Rollout(
             response=Response(
-                tokens=np.ones(length, np.int32),
-                logprobs=np.zeros(length, np.float32),
+                record=Tokens(np.ones(length, np.int32)),
                 finish_reason="length" if index in truncated else "stop",
             ),
             text="",

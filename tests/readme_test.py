@@ -18,6 +18,7 @@ from dapo_jax.config import TrainConfig, load_config
 from dapo_jax.config.other_libraries import unknown_key
 from dapo_jax.config.section import entry, leaf_types
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.data.sources import load_rows
 from dapo_jax.rewards.judge import JudgeConfig
 from dapo_jax.trackers import read_metrics
@@ -76,9 +77,7 @@ def leave_a_run(folder):
     folder.mkdir(parents=True)
     shutil.copy(ROOT / "docs" / "results" / "smollm2_135m_arithmetic" / "metrics.jsonl", folder)
     prompt = Prompt(ordinal=0, tokens=np.array([1], np.int32), text="1+2", answer="3")
-    response = Response(
-        tokens=np.array([2], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop"
-    )
+    response = Response(record=Tokens(np.array([2], np.int32)), finish_reason="stop")
     rollout = Rollout(response=response, text="=3", verdict=Verdict(correct=True), reward=1.0)
     write_rollouts(folder / "rollouts", 10, [Group(prompt=prompt, rollouts=(rollout,))])
 

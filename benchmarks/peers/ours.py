@@ -14,6 +14,7 @@ from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.batching import example_weights, training_examples
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
@@ -146,14 +147,11 @@ class System:
     @cached_property
     def _made_up_groups(self) -> list[Group]:
         responses = iter(self.workload.responses())
-        silent = np.zeros(self.workload.new_tokens, np.float32)
         return [
             _rewarded(
                 prompt,
                 [
-                    Response(
-                        tokens=np.array(next(responses), np.int32), logprobs=silent, finish_reason="length"
-                    )
+                    Response(record=Tokens(np.array(next(responses), np.int32)), finish_reason="length")
                     for _ in range(self.workload.samples)
                 ],
             )

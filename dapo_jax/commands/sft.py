@@ -10,6 +10,7 @@ from dapo_jax.dapo.batching import Example, example_weights
 from dapo_jax.dapo.losses import supervised_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.data.prompts import PairSource
 from dapo_jax.evaluation import summarize
 from dapo_jax.health.stalls import interrupt
@@ -145,8 +146,7 @@ class _WarmStart:
         examples: list[Example] = []
         for index in range((step - 1) * batch.pairs_per_step, step * batch.pairs_per_step):
             prompt, response = self._pairs[index]
-            logprobs = (0.0 * response).astype("float32")
-            examples.append(Example(prompt_tokens=prompt, response_tokens=response, logprobs=logprobs))
+            examples.append(Example(prompt=Tokens(prompt), response=Tokens(response)))
         return pack(
             examples,
             example_weights(examples),

@@ -3,6 +3,9 @@
 from typing import Any
 
 CLIPS = ("clip_ratio_low", "clip_ratio_high")
+CLIP_RANGE = (0.2, 0.28)
+"""DAPO's clip range, eps_low and eps_high in Eq. 8: the default of `loss.clip_ratio_low` and `loss.clip_ratio_high`."""
+
 OBJECTIVES = {
     "clip": (*CLIPS, "dual_clip"),
     "gspo": CLIPS,
@@ -27,8 +30,8 @@ SELECTIONS = {
 
 GROUND: dict[str, Any] = {
     "loss.objective": "clip",
-    "loss.clip_ratio_low": 0.2,
-    "loss.clip_ratio_high": 0.2,
+    "loss.clip_ratio_low": CLIP_RANGE[0],
+    "loss.clip_ratio_high": CLIP_RANGE[0],
     "loss.aggregation": "token_mean",
     "loss.old_logprobs": "trainer",
     "loss.kl_coef": 0.0,
@@ -64,7 +67,7 @@ _BY_SEQUENCE = {"loss.aggregation": "sequence_mean"}
 _BY_SAMPLER = {"loss.old_logprobs": "sampler"}
 _UNSCALED = {"advantage.scale": "none"}
 _RAW = {"advantage.baseline": "none"}
-_DAPO = {**_clip(0.2, 0.28), "dynamic_sampling.enabled": True, "reward.overlong.enabled": True}
+_DAPO = {**_clip(*CLIP_RANGE), "dynamic_sampling.enabled": True, "reward.overlong.enabled": True}
 _CISPO = _objective("cispo", cap=5.0)
 _DPPO = {"divergence": "tv", "delta_low": 0.2, "delta_high": 0.2}
 

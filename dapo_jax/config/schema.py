@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from dapo_jax.config.algorithms import ALGORITHMS, CLIPS, OBJECTIVES, OTHER_NAMES, SELECTIONS
+from dapo_jax.config.algorithms import ALGORITHMS, CLIP_RANGE, CLIPS, OBJECTIVES, OTHER_NAMES, SELECTIONS
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.keys import (
     POSITIVE,
@@ -350,9 +350,9 @@ class LossConfig(Section, at="loss"):
     """The loss function: a name in `dapo_jax.dapo.objectives.OBJECTIVES` (clip, gspo, gspo_token, gmpo, cispo, sapo, dppo, vespo, reinforce, dro, topr, kl_cov), `module:function`,
     or `path/to/file.py:function`. clip is the loss of the paper, `dapo_jax.dapo_loss`. `algorithm: NAME` sets the objective and all keys that belong to it (see algorithms.md).
     Options are the objective's keyword parameters that have a default. Write them below the name, for example {cispo: {cap: 5}} or {clip: {dual_clip: 10}}. The clip ratios are keys of their own."""
-    clip_ratio_low: float = key(0.2, range=CLIP, aliases="epsilon clip_ratio clip_lower")
+    clip_ratio_low: float = key(CLIP_RANGE[0], range=CLIP, aliases="epsilon clip_ratio clip_lower")
     """Lower clip range, eps_low in Eq. 8."""
-    clip_ratio_high: float = key(0.28, range=POSITIVE, aliases="epsilon_high clip_higher")
+    clip_ratio_high: float = key(CLIP_RANGE[1], range=POSITIVE, aliases="epsilon_high clip_higher")
     """Upper clip range, eps_high in Eq. 8. With the same value as `clip_ratio_low`, this is the plain PPO clip."""
     aggregation: str = key(
         "token_mean",
@@ -431,7 +431,7 @@ class LossConfig(Section, at="loss"):
             remedy = f"write algorithm: {objective}" if is_algorithm else f"did you mean {near}?"
             self.refuse("objective", f"{', '.join(OBJECTIVES)}, module:function or path.py:function", remedy)
         reads = OBJECTIVES.get(objective, CLIPS)
-        for name, unset in zip(CLIPS, ([0.2], [0.28, 0.2]), strict=True):
+        for name, unset in zip(CLIPS, (CLIP_RANGE[:1], CLIP_RANGE[::-1]), strict=True):
             if name not in reads and getattr(self, name) not in unset:
                 needs = f"{unset[0]} with loss.objective = {objective!r}, which does not read it"
                 self.refuse(name, needs, "leave it out, or set loss.objective=clip")

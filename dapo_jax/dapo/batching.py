@@ -8,20 +8,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float
 
 from dapo_jax.dapo.aggregation import token_weights
-from dapo_jax.dapo.rollouts import Group, Response
+from dapo_jax.dapo.rollouts import Group
+from dapo_jax.dapo.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
     """A prompt and a response to train on."""
 
-    prompt_tokens: Int[np.ndarray, " prompt"]
-    response_tokens: Int[np.ndarray, " response"]
-    logprobs: Float[np.ndarray, " response"]
-    """Log-probabilities recorded during sampling, in nats; zeros for demonstrations."""
+    prompt: Tokens
+    response: Tokens
     advantage: float | Float[np.ndarray, " response"] = 1.0
     """The advantage of all response tokens, or one advantage per token."""
     in_loss: bool = True
@@ -30,9 +29,6 @@ class Example:
     """True for tokens that the policy sampled. Other tokens do not enter the loss. If None, the policy sampled all tokens."""
     noise: Float[np.ndarray, " response"] | None = None
     """A random number from 0 to 1 for each token, if a selection requires it."""
-    prompt_routes: UInt8[np.ndarray, "prompt layers chosen"] | None = None
-    routes: UInt8[np.ndarray, "response layers chosen"] | None = None
-    """The experts that the sampler chose for each token (see `Response.routes`)."""
     group: int = 0
     """Index of the example's group in the minibatch."""
     rollout: int | None = None
@@ -41,12 +37,12 @@ class Example:
     @property
     def tokens(self) -> int:
         """Total length of prompt and response in tokens."""
-        return len(self.prompt_tokens) + len(self.response_tokens)
+        return len(self.prompt) + len(self.response)
 
     @property
     def mask(self) -> Bool[np.ndarray, " response"]:
         """True for tokens that enter the loss."""
-        sampled = np.ones(len(self.response_tokens), bool) if self.sampled is None else self.sampled
+        sampled = np.ones(len(self.response), bool) if self.sampled is None else self.sampled
         return sampled & self.in_loss
 
 
@@ -84,29 +80,19 @@ def training_examples(
             count, sampled = count + 1, response.sampled
             examples += [
                 Example(
-                    prompt_tokens=context,
-                    response_tokens=response.tokens[first:stop],
-                    logprobs=response.logprobs[first:stop],
+                    prompt=context,
+                    response=response.record.cut(first, stop),
                     advantage=advantage[first:stop]
                     if isinstance(advantage, np.ndarray)
                     else float(advantage),
                     in_loss=not (filter_truncated and rollout.truncated),
                     sampled=sampled[first:stop] if response.turns else None,
-                    prompt_routes=_context_routes(response, len(context), first),
-                    routes=None if response.routes is None else response.routes[first:stop],
                     group=index,
                     rollout=count if response.contexts else None,
                 )
                 for context, first, stop in response.parts(group.prompt.tokens)
             ]
     return examples
-
-
-def _context_routes(response: Response, tokens: int, first: int) -> np.ndarray | None:
-    """Returns the experts recorded for the `tokens` tokens before response token `first`, which are the prompt or the context that replaced it."""
-    if not first:
-        return response.prompt_routes
-    return None if response.routes is None else response.routes[first - tokens : first]
 
 
 def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Float[np.ndarray, " response"]]:

@@ -75,8 +75,7 @@ def dapo_loss(
 
     log_ratio = jnp.clip(logprobs - tokens.constant(old_logprobs), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = jnp.exp(log_ratio)
-    clipped_ratio = jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    surrogate = jnp.minimum(ratio * advantages, clipped_ratio * advantages)
+    surrogate = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     dual_clipped = jnp.zeros_like(mask)
     if dual_clip is not None:
         floor = dual_clip * advantages
@@ -84,9 +83,7 @@ def dapo_loss(
         surrogate = jnp.where(dual_clipped, floor, surrogate)
     loss = jnp.sum(tokens.weights(weights) * -surrogate)  # negating the sum itself would turn 0.0 into -0.0
 
-    # The minimum selects the clipped term only where the ratio has already moved in the direction of the advantage. There, the gradient is 0.
-    clipped_high = (advantages > 0) & (ratio > 1.0 + clip_ratio_high)
-    clipped_low = (advantages < 0) & (ratio < 1.0 - clip_ratio_low)
+    clipped_high, clipped_low = is_clipped(ratio, advantages, clip_ratio_low, clip_ratio_high)
     probability = jnp.exp(logprobs)
     return loss, {
         "policy/ratio": tokens.mean(ratio),
@@ -101,6 +98,19 @@ def dapo_loss(
         "policy/kl_old_k3": tokens.mean(k3(log_ratio)),
         "policy/sampled_prob": tokens.mean(probability),
     }
+
+
+def clipped_surrogate(ratio: Array, advantages: Array, low: float, high: float) -> Array:
+    """Returns the smaller of ratio times advantage and clipped ratio times advantage (Eq. 8), for each token."""
+    return jnp.minimum(ratio * advantages, jnp.clip(ratio, 1.0 - low, 1.0 + high) * advantages)
+
+
+def is_clipped(ratio: Array, advantages: Array, low: float, high: float) -> tuple[Array, Array]:
+    """Returns where `clipped_surrogate` clips the ratio from above, and where from below.
+
+    The minimum selects the clipped term only where the ratio has already moved in the direction of the advantage. There, the gradient is 0.
+    """
+    return (advantages > 0) & (ratio > 1.0 + high), (advantages < 0) & (ratio < 1.0 - low)
 
 
 def k3(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

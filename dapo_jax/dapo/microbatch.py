@@ -3,14 +3,15 @@
 The fields are annotated `... | Any` because they are numpy arrays on the host, and because JAX also builds this dataclass with shapes or shardings as fields.
 """
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.dapo.tokens import VALUES, Shapes
 
 
 @jax.tree_util.register_dataclass
@@ -48,15 +49,24 @@ class Microbatch:
     """A random number from 0 to 1 for each token, or None unless a selection requires it."""
     selected: Bool[Array, "rows seq"] | Any = None
     """True on the tokens that `loss.select` selects. None until `Updater.prepare` fills it in, and always with `loss.select=all`."""
-    routes: UInt8[Array, "rows seq layers chosen"] | Any = None
-    """The experts recorded for each token, `NO_ROUTE` where nothing is recorded, or None if the trainer chooses all experts itself."""
+    recorded: Mapping[str, Any] | Any
+    """The other values that the sampler recorded for each token, by their names in `VALUES`, as arrays [rows, seq, *shape]. For example, the decoder uses `routes`
+    instead of its own choice of experts."""
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """All arrays by name, also the recorded values."""
+        arrays = {**vars(self), **self.recorded, "recorded": None}
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
-def blank_microbatch(shape: tuple[int, ...], *also: str, routes: tuple[int, ...] | None = None) -> Microbatch:
-    """Returns a microbatch of zeros as numpy arrays of shape `shape`: [rows, seq], optionally with leading dimensions. `also` names optional fields to include.
-    With `routes` = (layers, chosen), it has an empty record of experts."""
+def blank_microbatch(shape: tuple[int, ...], *also: str, recorded: Shapes = ()) -> Microbatch:
+    """Returns a microbatch of zeros as numpy arrays of shape `shape`: [rows, seq], optionally with leading dimensions. `also` names optional fields to include, and
+    `recorded` the optional values of tokens, which are blank."""
     integers = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
     kinds = {"mask": np.bool_, "selected": np.bool_, **dict.fromkeys(integers, np.int32)}
     names = [field.name for field in fields(Microbatch) if field.default is MISSING or field.name in also]
-    record = None if routes is None else np.full((*shape, *routes), NO_ROUTE, np.uint8)
-    return Microbatch(**{name: np.zeros(shape, kinds.get(name, np.float32)) for name in names}, routes=record)
+    arrays: dict[str, Any] = {name: np.zeros(shape, kinds.get(name, np.float32)) for name in names}
+    values = [(name, (*shape, *of_token), VALUES[name]) for name, of_token in recorded]
+    arrays["recorded"] = {name: np.full(whole, value.blank, value.dtype) for name, whole, value in values}
+    return Microbatch(**arrays)

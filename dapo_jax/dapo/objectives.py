@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax, nn
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.losses import MAX_LOG_RATIO, MaskedTokens, dapo_loss
+from dapo_jax.dapo.losses import MAX_LOG_RATIO, MaskedTokens, clipped_surrogate, dapo_loss, is_clipped
 from dapo_jax.dapo.metrics import Metric
 from dapo_jax.dapo.responses import response_mean, response_sum
 from dapo_jax.hints import check_choice, nearest
@@ -317,9 +317,9 @@ def _clipped(
     tokens: MaskedTokens, weights: Array, ratio: Array, advantages: Array, low: float, high: float
 ) -> Result:
     """Returns the clipped surrogate loss of a ratio, and the shares of clipped tokens."""
-    surrogate = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1.0 - low, 1.0 + high) * advantages)
-    above, below = (advantages > 0) & (ratio > 1.0 + high), (advantages < 0) & (ratio < 1.0 - low)
-    return _summed(tokens, weights, -surrogate), _clip_shares(tokens, above, below)
+    surrogate = clipped_surrogate(ratio, advantages, low, high)
+    shares = _clip_shares(tokens, *is_clipped(ratio, advantages, low, high))
+    return _summed(tokens, weights, -surrogate), shares
 
 
 def _clip_shares(tokens: MaskedTokens, above: Array, below: Array) -> dict[str, Metric]:

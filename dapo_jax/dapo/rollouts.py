@@ -11,13 +11,12 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
+
+from dapo_jax.dapo.tokens import Tokens
 
 FinishReason = Literal["stop", "length"]
 """The reason why sampling ended: an end token ("stop"), or the length limit ("length")."""
-
-NO_ROUTE = 255
-"""Entry of a record of chosen experts where nothing is recorded. All entries of a token are equal to it, and the token then chooses its experts itself."""
 
 Lost = Literal["timeout", "memory", "died", "nonfinite", "raised"]
 """Why a response has no verdict: the grader exceeded its time or memory limit, its process died, its score is not finite, or the environment raised."""
@@ -70,7 +69,7 @@ class Continuation(NamedTuple):
 class ResponsePart(NamedTuple):
     """The part of a response that was sampled in one context."""
 
-    context: Int[np.ndarray, " context"]
+    context: Tokens
     first: int
     """Index of the first response token after the context."""
     stop: int
@@ -80,10 +79,8 @@ class ResponsePart(NamedTuple):
 class DrawnTurn:
     """One turn of an episode that the policy has sampled."""
 
-    tokens: Int[np.ndarray, " turn"]
+    record: Tokens
     """The sampled tokens, including the end token if there is one."""
-    logprobs: Float[np.ndarray, " turn"]
-    """Log-probabilities in nats, at the sampling temperature."""
     finish_reason: FinishReason
 
 
@@ -109,10 +106,8 @@ class Standing:
 class Response:
     """The sampler's result before grading: a single response or, with an environment, a whole episode."""
 
-    tokens: Int[np.ndarray, " response"]
+    record: Tokens
     """Sampled tokens, including the end token if there is one. In an episode, also the tokens that the environment supplied."""
-    logprobs: Float[np.ndarray, " response"]
-    """Log-probability of each token in nats, at the sampling temperature and under the weights that sampled the token; 0 for environment tokens."""
     finish_reason: FinishReason
     spans: tuple[Span, ...] = (Span(0, 0),)
     """The version of the weights for each range of tokens, in token order. The first span begins at token 0."""
@@ -120,17 +115,25 @@ class Response:
     """The turns of an episode, in order. Empty for a response without an environment."""
     contexts: tuple[ContextSpan, ...] = ()
     """The new contexts of an episode, in order. If empty, every token follows the prompt and all earlier tokens."""
-    routes: UInt8[np.ndarray, "response layers chosen"] | None = None
-    """The experts that the sampler chose for each token, `NO_ROUTE` where nothing is recorded (at least for the last token, which is never processed). None if
-    nothing is recorded at all."""
-    prompt_routes: UInt8[np.ndarray, "prompt layers chosen"] | None = None
-    """The experts that the sampler chose for the tokens of the prompt. Responses to a prompt share this array if they started together."""
+    prompt_values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The values that the model computed for the tokens of the prompt (see `TokenValue.processed`). Responses to a prompt share these arrays if they started together."""
+
+    @property
+    def tokens(self) -> Int[np.ndarray, " response"]:
+        """The ids in `record`."""
+        return self.record.ids
+
+    @property
+    def logprobs(self) -> Float[np.ndarray, " response"]:
+        """The log-probabilities in `record`, in nats."""
+        return self.record.logprobs
 
     def parts(self, prompt: Int[np.ndarray, " prompt"]) -> list[ResponsePart]:
         """Splits the response into one part per context, and returns the parts that contain sampled tokens. Each part becomes a training example."""
+        context = Tokens(prompt, **self.prompt_values)
         if not self.contexts:
-            return [ResponsePart(prompt, 0, len(self.tokens))]
-        begins = [(prompt, 0), *((self.tokens[first:stop], stop) for first, stop in self.contexts)]
+            return [ResponsePart(context, 0, len(self.tokens))]
+        begins = [(context, 0), *((self.record.cut(first, stop), stop) for first, stop in self.contexts)]
         ends = [*(first for first, _ in self.contexts), len(self.tokens)]
         parts = (ResponsePart(*begin, stop) for begin, stop in zip(begins, ends, strict=True))
         sampled = self.sampled
@@ -141,10 +144,10 @@ class Response:
         """True for each token that the policy sampled."""
         if not self.turns:
             return np.ones(len(self.tokens), bool)
-        found = np.zeros(len(self.tokens), bool)
+        sampled = np.zeros(len(self.tokens), bool)
         for first, stop in self.turns:
-            found[first:stop] = True
-        return found
+            sampled[first:stop] = True
+        return sampled
 
     @property
     def sampled_tokens(self) -> int:

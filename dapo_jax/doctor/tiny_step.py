@@ -150,17 +150,13 @@ class TinyStep(ExitStack, Observer):
             for group in self._collected.groups:
                 responses = [rollout.response for rollout in group.rollouts]
                 for index, response in enumerate(responses):
-                    turn = DrawnTurn(
-                        tokens=response.tokens,
-                        logprobs=response.logprobs,
-                        finish_reason=response.finish_reason,
-                    )
+                    turn = DrawnTurn(record=response.record, finish_reason=response.finish_reason)
                     if (before := episodes.start(group.prompt, index).result()) is None:
                         continue
                     after = episodes.step(group.prompt, index, turn).result()
                     answer = "the end" if after is None else f"{decode(after.tokens)!r:.200}"
                     context = (group.prompt.text if not before.new_context else "") + decode(before.tokens)
-                    shown = f"the turn {decode(turn.tokens)!r:.200} after {context!r:.200} with {answer}"
+                    shown = f"the turn {decode(response.tokens)!r:.200} after {context!r:.200} with {answer}"
                     example = example or shown
                 samples = samples_of(group.prompt, responses, tokenizer=policy.tokenizer)
                 verdicts += episodes.verdicts(samples).result()

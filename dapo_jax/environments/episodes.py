@@ -181,7 +181,7 @@ class Episodes(AbstractContextManager["Episodes"]):
             standing.metrics = {**standing.metrics, **step.metrics}
             standing.correct = standing.correct if step.correct is None else step.correct
             follows = answered.append if answered.context is None else answered.context
-            return None if step.done else self._continuation(follows, after=turn.tokens)
+            return None if step.done else self._continuation(follows, after=turn.record.ids)
 
         return self._submit(opened, answer)
 
@@ -255,12 +255,12 @@ class Episodes(AbstractContextManager["Episodes"]):
         self._on_close()
 
     def _turn(self, turn: DrawnTurn, number: int) -> Turn:
-        tokenizer, text = self._rendering.tokenizer, self._text_of(turn.tokens)
-        marked = getattr(tokenizer, "marked_text", tokenizer.decode)(turn.tokens)
-        marked = self._rendering.opening + marked.removesuffix(tokenizer.decode(turn.tokens)[len(text) :])
+        tokens, tokenizer = turn.record.ids, self._rendering.tokenizer
+        text, marked = self._text_of(tokens), getattr(tokenizer, "marked_text", tokenizer.decode)(tokens)
+        marked = self._rendering.opening + marked.removesuffix(tokenizer.decode(tokens)[len(text) :])
         return Turn(
-            tokens=read_only(turn.tokens),
-            logprobs=read_only(turn.logprobs),
+            tokens=read_only(tokens),
+            logprobs=read_only(turn.record.logprobs),
             text=text,
             marked_text=marked,  # without a stop string
             finish_reason=turn.finish_reason,

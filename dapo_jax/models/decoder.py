@@ -25,7 +25,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Integer
 
-from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.experts import as_stored, chosen, mixture
 from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, empty, over_rows
 from dapo_jax.models.joined import OF_ATTENTION, OF_MLP, split

@@ -18,7 +18,7 @@ from jax.experimental import layout as memory
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int, Integer
 
-from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.layout import Matrices
 from dapo_jax.models.presets import Experts
 from dapo_jax.numerics.precision import WeightSharding, gathered

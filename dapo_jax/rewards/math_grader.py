@@ -57,7 +57,9 @@ def math_grader(response: str, answer: str) -> Verdict:
         correct = same_meaning(gold, found) and not differ_in_unit(stated, answer)
     except MemoryError:
         raise
-    except Exception:
+    except (
+        Exception
+    ):  # sympy may fail in many ways on what a model writes, and an answer that cannot be compared is wrong
         correct = False
     reason = f"{where}: equal to {answer!r} in meaning" if correct else f"{where}: expected {answer!r}"
     return Verdict(correct=correct, extracted=extracted, reason=reason)

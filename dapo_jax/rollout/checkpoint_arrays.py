@@ -1,6 +1,6 @@
 """Converts groups and responses in flight to plain arrays and back, for checkpoints and for other processes.
 
-Ragged lists become arrays: the tokens of all responses, their log-probabilities, the records of experts if there are any, and JSON for everything else. Prompts are not
+Ragged lists become arrays: one for each value of the tokens of all responses, and JSON for everything else. Prompts are not
 stored, because their ordinals are enough to load them. A brief group contains the data for metrics and scores, but no tokens and no text. It occupies at most about 100
 bytes per response.
 """
@@ -24,6 +24,7 @@ from dapo_jax.dapo.rollouts import (
     TurnSpan,
     Verdict,
 )
+from dapo_jax.dapo.tokens import VALUES, Tokens, join
 from dapo_jax.rollout.collector import InFlight
 from dapo_jax.rollout.virtual_clock import VirtualClock
 from dapo_jax.sampling.requests import Request
@@ -102,21 +103,22 @@ def flight_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> InFlight
     for one, record in zip(clock.started(), records["responses"], strict=True):
         *kept, begun, reasons, due, standing = record
         own = {"begun": begun, "reasons": tuple(reasons), "due": due, "standing": Standing.of(standing)}
-        drawn, part = kept[0], _part(kept, take)
-        responses[one] = Request(prompt_at(one.ordinal), one.index, 0, drawn=drawn, **own, **part)
+        responses[one] = Request(prompt_at(one.ordinal), one.index, 0, **own, **_part(kept, take))
     return InFlight(clock=clock, responses=responses)
 
 
 def drawn_arrays(drawn: Sequence[Drawn]) -> Arrays:
-    """Flattens the new tokens of a round to arrays with 8 bytes per response and 8 per token."""
-    heads = [(len(part.tokens), FINISH_REASONS.index(part.finish_reason)) for part in drawn]
-    return {"heads": np.array(heads, np.int32).reshape(-1, 2), **_joined(drawn)}
+    """Flattens the new tokens of a round to arrays with 12 bytes per response and `bytes_per_token` per token."""
+    heads = [(len(part.record), part.new, FINISH_REASONS.index(part.finish_reason)) for part in drawn]
+    return {"heads": np.array(heads, np.int32).reshape(-1, 3), **_joined(drawn)}
 
 
 def drawn_of(arrays: Mapping[str, np.ndarray]) -> list[Drawn]:
     """Rebuilds the new tokens that `drawn_arrays` flattened."""
     take, heads = _Parts(arrays), arrays["heads"].tolist()
-    return [Drawn(finish_reason=FINISH_REASONS[reason], **take(length)) for length, reason in heads]
+    return [
+        Drawn(new=new, finish_reason=FINISH_REASONS[reason], **take(count)) for count, new, reason in heads
+    ]
 
 
 def _as_bytes(records: Any) -> np.ndarray:
@@ -128,58 +130,59 @@ _NOTHING, _SAME = -1, -2
 
 
 def _joined(parts: Sequence[Response | Request | Drawn]) -> Arrays:
-    counts, routes, last = [], list[np.ndarray](), None
+    """Concatenates the values of all tokens. Prompts have values that the model computed, so `counts` has the number of records of each prompt and response."""
+    counts, records, last = [], list[Mapping[str, np.ndarray]](), dict[str, np.ndarray]()
     for part in parts:
-        prompt, own = part.prompt_routes, part.routes
-        same = prompt is not None and last is not None and np.array_equal(prompt, last)
+        prompt, own = part.prompt_values, part.record.processed
+        same = bool(prompt) and all(np.array_equal(array, last.get(n, ())) for n, array in prompt.items())
         counts.append([_SAME if same else _count(prompt), _count(own)])
-        routes += [record for record in (None if same else prompt, own) if record is not None]
-        last = last if prompt is None else prompt
-    recorded = {"routes": np.concatenate(routes), "counts": np.array(counts, np.int32)} if routes else {}
-    return {
-        **recorded,
-        "tokens": np.concatenate([np.empty(0, np.int32), *(part.tokens for part in parts)]),
-        "logprobs": np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
-    }
+        records += [values for values in ({} if same else prompt, own) if values]
+        last = {**last, **prompt}
+    arrays = join([part.record.sampled for part in parts]).arrays
+    if records:
+        arrays |= {name: np.concatenate([values[name] for values in records]) for name in records[0]}
+        arrays["counts"] = np.array(counts, np.int32)
+    return arrays
 
 
-def _count(record: np.ndarray | None) -> int:
-    return _NOTHING if record is None else len(record)
+def _count(values: Mapping[str, np.ndarray]) -> int:
+    return len(next(iter(values.values()))) if values else _NOTHING
 
 
 class _Parts:
     """Splits arrays from `_joined` into responses, one response per call."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self._tokens, self._logprobs, self._at = arrays["tokens"], arrays["logprobs"], 0
-        self._routes, self._counts = arrays.get("routes"), iter(arrays.get("counts", ()))
-        self._prompt: np.ndarray | None = None
-        self._recorded = 0
+        of_tokens = {name: arrays[name] for name in VALUES if name in arrays}
+        self._processed = {name: of_tokens.pop(name) for name in [*of_tokens] if VALUES[name].processed}
+        self._tokens, self._counts = Tokens(**of_tokens), iter(arrays.get("counts", ()))
+        self._prompt: dict[str, np.ndarray] = {}
+        self._first = self._recorded = 0
 
     def __call__(self, length: int) -> dict[str, Any]:
-        part = slice(self._at, self._at + length)
-        self._at = part.stop
-        found = {"tokens": self._tokens[part], "logprobs": self._logprobs[part]}
-        if self._routes is None:
-            return found
-        prompt, own = (self._record(self._routes, count) for count in next(self._counts).tolist())
-        self._prompt = self._prompt if prompt is None else prompt
-        return {**found, "prompt_routes": prompt, "routes": own}
+        first, self._first = self._first, self._first + length
+        record = self._tokens.cut(first, self._first)
+        if not self._processed:
+            return {"record": record}
+        prompt, own = (self._values(count) for count in next(self._counts).tolist())
+        self._prompt = prompt or self._prompt
+        record.fill(0, own)
+        return {"record": record, "prompt_values": prompt}
 
-    def _record(self, routes: np.ndarray, count: int) -> np.ndarray | None:
+    def _values(self, count: int) -> dict[str, np.ndarray]:
         if count < 0:
-            return self._prompt if count == _SAME else None
-        self._recorded += count
-        return routes[self._recorded - count : self._recorded]
+            return self._prompt if count == _SAME else {}
+        first, self._recorded = self._recorded, self._recorded + count
+        return {name: array[first : self._recorded] for name, array in self._processed.items()}
 
 
-def _zeros(count: int) -> Arrays:
-    return {"tokens": np.broadcast_to(np.int32(0), count), "logprobs": np.broadcast_to(np.float32(0), count)}
+def _zeros(count: int) -> dict[str, Any]:
+    return {"record": Tokens(np.broadcast_to(np.int32(0), count))}
 
 
 def _record(part: Response | Request) -> list[Any]:
     reason = FINISH_REASONS.index(part.finish_reason)
-    return [len(part.tokens), reason, part.spans, part.turns, part.contexts]
+    return [len(part.record), reason, part.spans, part.turns, part.contexts]
 
 
 def _part(record: Sequence[Any], take: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:

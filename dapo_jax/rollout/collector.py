@@ -142,7 +142,7 @@ class Collector:
             prompt = self.prompt_of(one.ordinal) if one.index else self.prompt_at(one.ordinal)
             request = Request(prompt, one.index, 0, version=self.clock.version)
             if one.index:
-                request.prompt_routes = self.responses[ResponseId(one.ordinal, 0)].prompt_routes
+                request.prompt_values = self.responses[ResponseId(one.ordinal, 0)].prompt_values
             if self.limits is not None:
                 request.due = self._now + self.clock.sizes.answer_rounds
             self.responses[one] = request
@@ -159,13 +159,12 @@ class Collector:
         self._taken = True
         for one, part in drawn.items():
             request = self.responses[one]
-            self.drawn_tokens += len(part.tokens)
+            self.drawn_tokens += part.new
             if one not in here:
-                request.append(part.tokens, part.logprobs)
-                if part.routes is not None:
-                    request.record(request.length - len(part.routes), part.routes)
-                if part.prompt_routes is not None:
-                    request.prompt_routes = part.prompt_routes
+                known = len(part.record) - part.new
+                request.record.fill(request.drawn - known, part.record.cut(0, known).processed)
+                request.append(part.record.cut(known))
+                request.prompt_values = request.prompt_values or part.prompt_values
             if part.finish_reason is None:
                 continue
             if self.limits is None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from dapo_jax.checkpoints.manifest import pack_arrays, unpack_arrays
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
+from dapo_jax.dapo.tokens import Shapes, bytes_per_token
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel.mesh import Meshes
@@ -87,9 +88,9 @@ class Exchange:
         *,
         in_flight: int,
         round_tokens: int,
-        route_bytes: int = 0,
+        recorded: Shapes = (),
     ) -> None:
-        """The buffer of a round has room for all tokens of one sampler's share of `in_flight` responses, each with `route_bytes` bytes of records, so the buffer's
+        """The buffer of a round has room for all tokens of one sampler's share of `in_flight` responses, each with the optional values `recorded`, so the buffer's
         shape never changes."""
         self.index, self.count, self._stop, self._watch = meshes.index, meshes.count, stop, watch
         members = {device.process_index for device in meshes.sampler.devices.flat}
@@ -97,9 +98,8 @@ class Exchange:
         self.alone = jax.process_count() == 1
         self.grades = jax.process_index() == min(members)
         """Whether this process grades. All processes that share a sampler have all of the sampler's responses, but only one process grades them."""
-        self._buffer_bytes = _HEAD_BYTES + -(-in_flight // self.count) * (
-            8 + (8 + route_bytes) * round_tokens
-        )
+        of_response = 12 + bytes_per_token(recorded) * round_tokens
+        self._buffer_bytes = _HEAD_BYTES + -(-in_flight // self.count) * of_response
         self._failed = ""
         self.phases = PhaseTimes()
 

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.rollouts import Group, Prompt
+from dapo_jax.dapo.tokens import Shapes
 from dapo_jax.data.prompts import PromptSource, PromptStream
 from dapo_jax.environments import Episodes
 from dapo_jax.evaluation import responses_kept
@@ -52,9 +53,9 @@ class GroupSampling:
         stop: Stop,
         watch: Watch,
         episodes: Episodes | None = None,
-        route_bytes: int = 0,
+        recorded: Shapes = (),
     ) -> None:
-        """`watch` is notified of progress. With `episodes`, responses have several turns. `route_bytes` is the size of a token's record of experts."""
+        """`watch` is notified of progress. With `episodes`, responses have several turns. `recorded` has the optional values of tokens that the sampler records."""
         self._config, self._sampler, self._grading, self._episodes = config, sampler, grading, episodes
         self._evaluating = grading
         if not config.learnt_metric and episodes is None:  # an environment must see the end of each episode
@@ -75,7 +76,7 @@ class GroupSampling:
             waves=not self._in_rounds,
         )
         sizes = {"in_flight": rollout.in_flight, "round_tokens": rollout.round_tokens}
-        self._exchange = Exchange(meshes, stop, watch, **sizes, route_bytes=route_bytes)
+        self._exchange = Exchange(meshes, stop, watch, **sizes, recorded=recorded)
         self._pending: dict[int, Future[Group]] = {}
         """Groups in flight whose verdicts this process waits for, by ordinal."""
         self._turns: TurnsInFlight | None = None
@@ -276,8 +277,8 @@ class Places:
         self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
         self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
         for place, one in enumerate(sorted(going, key=lambda one: (-going[one], one))):
-            turn, at = divmod(place, samplers)
-            back = turn % 2 == 1 and turn < len(going) // samplers
+            lap, at = divmod(place, samplers)
+            back = lap % 2 == 1 and lap < len(going) // samplers
             self._at[samplers - 1 - at if back else at].add(one)
 
     def give(self, started: Sequence[ResponseId]) -> None:

@@ -74,7 +74,7 @@ class Update:
     def stacks(self) -> list[dict[str, np.ndarray]]:
         """Copies the microbatches of the update to the host. All processes must call this method."""
         return [
-            {n: a[: int(stack.count)] for n, a in vars(on_host(stack.microbatches)).items() if a is not None}
+            {name: array[: int(stack.count)] for name, array in on_host(stack.microbatches).arrays.items()}
             for stack in self.minibatch
         ]
 

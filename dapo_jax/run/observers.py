@@ -61,7 +61,7 @@ class Ratios(Observer):
         by_response = {
             key: values
             for stack, of_tokens in zip(minibatch, on_host(ratios), strict=True)
-            for key, values in responses_in(on_host(replace(stack.microbatches, routes=None)), of_tokens)
+            for key, values in responses_in(on_host(replace(stack.microbatches, recorded={})), of_tokens)
         }
         for group in wanted:
             for index, rollout in group.indexed:
@@ -78,7 +78,7 @@ def ratios_of(
     response, ratios = rollout.response, None
     for context, first, stop in response.parts(group.prompt.tokens):
         sampled = response.sampled[first:stop]
-        tokens = np.concatenate([context, response.tokens[first:stop]])
+        tokens = np.concatenate([context.ids, response.tokens[first:stop]])
         values = by_response.get(_response_key(tokens, response.logprobs[first:stop][sampled]))
         if values is None:
             continue

@@ -12,7 +12,7 @@ from dapo_jax.config import ConfigError, LossConfig, TrainConfig
 from dapo_jax.config.algorithms import CLIPS
 from dapo_jax.config.keys import named, prefixed
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
-from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.dapo.tokens import NO_ROUTE, Shapes
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import parted
@@ -63,20 +63,20 @@ def has_reference(config: TrainConfig, objective: Objective) -> bool:
     return bool(config.loss.kl_coef) or "ref_logprobs" in arrays
 
 
-def recorded_routes(config: TrainConfig, decoder: DecoderConfig) -> tuple[int, int] | None:
-    """Returns the number of layers and of experts per token that a run records, or None if it does not record the sampler's choice of experts.
+def recorded_values(config: TrainConfig, decoder: DecoderConfig) -> Shapes:
+    """Returns the optional values that a run records for each token: with routing replay, the experts that the sampler chose, [layers, chosen].
 
     Raises:
         ConfigError: a record cannot have the numbers of all experts.
     """
     if config.rollout.routing_replay == "off" or decoder.experts is None:
-        return None
+        return ()
     if decoder.experts.count > NO_ROUTE:
         raise ConfigError(
             f"rollout.routing_replay=sampler records experts in one byte and so needs at most {NO_ROUTE} experts, but model.source={config.model.source!r} has "
             f"{decoder.experts.count}: set rollout.routing_replay=off"
         )
-    return decoder.layers, decoder.experts.chosen
+    return (("routes", (decoder.layers, decoder.experts.chosen)),)
 
 
 def routes_note(config: TrainConfig, token_bytes: int) -> str:
@@ -118,7 +118,7 @@ def updater_of(
         teacher_coef=config.teacher.coef,
         teacher_kl=config.teacher.kl,
         offload=config.optimizer.offload,
-        routes=recorded_routes(config, decoder),
+        recorded=recorded_values(config, decoder),
     )
     weights = {"reference": reference, "frozen": learner.policy.frozen, "teacher": teacher}
     is_shared = objective is None and ":" not in named(loss.objective).name and not any(weights.values())

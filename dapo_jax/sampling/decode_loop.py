@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
-from dapo_jax.dapo.rollouts import NO_ROUTE, FinishReason
+from dapo_jax.dapo.rollouts import FinishReason
+from dapo_jax.dapo.tokens import Tokens, values_of
 from dapo_jax.sampling.decoding import Decoding, decoding_of_slots
 from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
 from dapo_jax.sampling.pages import Fill
@@ -229,28 +230,27 @@ class DecodeLoop:
     def _absorb(self, result: ResultTokens) -> Ended:
         """Appends new tokens to the requests that own the slots, and frees the slots of responses that ended."""
         slots, result = self.slots, jax.device_get(result)
-        tokens, logprobs, live = result.tokens, result.logprobs, result.live
-        counts, ended = result.valid.sum(axis=1), Ended()
+        sampled, processed = (values_of(result, processed=is_processed) for is_processed in (False, True))
+        live, counts, ended = result.live, result.valid.sum(axis=1), Ended()
         for slot, request in enumerate(slots.owners):
-            if request is None or (result.routes is None and not counts[slot]):
+            if request is None or not (processed or counts[slot]):
                 continue
             seen = request.drawn
-            request.append(tokens[slot, : counts[slot]], logprobs[slot, : counts[slot]])
-            if result.routes is not None:
-                request.record(int(result.begins[slot]), result.routes[slot])
+            request.append(Tokens(**{name: array[slot, : counts[slot]] for name, array in sampled.items()}))
+            if processed:
+                request.fill(
+                    int(result.begins[slot]), {name: array[slot] for name, array in processed.items()}
+                )
             if not counts[slot]:
                 continue
             begun, stop = request.begun, self._stop if request.options is None else request.options.stop
-            cut = stop(request.tokens[begun : request.drawn], seen - begun) if stop else None
+            cut = stop(request.record.ids[begun:], seen - begun) if stop else None
             if live[slot] and cut is None:
                 continue
             (slots.park if self._park else slots.end)(slot, live=bool(live[slot]))
-            if cut is not None:
-                request.drawn = begun + cut
             # Whether the last token was processed depends on other slots. If the episode continues, the token is processed again.
-            if request.routes is not None:
-                request.routes[request.drawn - 1 :] = NO_ROUTE
-            stopped = cut is not None or int(request.tokens[request.drawn - 1]) in self._engine.stop_ids
+            request.record.end(request.drawn if cut is None else begun + cut)
+            stopped = cut is not None or int(request.record.ids[-1]) in self._engine.stop_ids
             ended.append((request, "stop" if stopped else "length"))
         return ended
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, empty_state, rope_tables
 from dapo_jax.models.gated_delta import DeltaState, one_token
 from dapo_jax.models.presets import DecoderConfig

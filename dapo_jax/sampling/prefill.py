@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.attention import Near, causal_attention, part_attention
 from dapo_jax.models.decoder import (
     Attend,

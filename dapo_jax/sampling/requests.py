@@ -1,13 +1,12 @@
 """The state of a response in the sampler, and the prefill of its context."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from jaxtyping import Float, Int, PRNGKeyArray, PyTree, UInt8
+from jaxtyping import Int, PRNGKeyArray, PyTree
 
 from dapo_jax.dapo.rollouts import (
-    NO_ROUTE,
     ContextSpan,
     Continuation,
     DrawnTurn,
@@ -18,14 +17,12 @@ from dapo_jax.dapo.rollouts import (
     Standing,
     TurnSpan,
 )
+from dapo_jax.dapo.tokens import Tokens, join, values_of
 from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.sampling.interface import Engine
 
 NOTHING = np.zeros(0, np.int32)
 """An empty token array."""
-
-_FIRST_TOKENS = 256
-"""Initial size of a response's token buffer, in tokens."""
 
 StopRule = Callable[[np.ndarray, int], int | None]
 """Function that takes a response's tokens and their number before the last engine call. Returns the length at which the response ends, or None."""
@@ -92,8 +89,6 @@ class Request:
     """Number of response tokens at which the response pauses. Defaults to `limit`."""
     version: int = 0
     """Version of the weights that now sample the response, which is the number of completed training steps."""
-    drawn: int = 0
-    """Number of tokens in the response so far, including tokens from the environment."""
     begun: int = 0
     """Number of response tokens before the current turn."""
     spans: tuple[Span, ...] = ()
@@ -110,12 +105,10 @@ class Request:
     """The environment's rewards and metrics so far, for an episode in flight."""
     finish_reason: FinishReason | None = None
     """None until the response, or the whole episode, has ended."""
-    tokens: Int[np.ndarray, " room"] = field(default_factory=lambda: NOTHING)
-    """Token buffer. Its first `drawn` entries are the tokens of the response."""
-    logprobs: Float[np.ndarray, " room"] = field(default_factory=lambda: np.zeros(0, np.float32))
-    routes: UInt8[np.ndarray, "room layers chosen"] | None = None
-    """Buffer of the recorded experts, as long as `tokens` (see `Response.routes`)."""
-    prompt_routes: UInt8[np.ndarray, "prompt layers chosen"] | None = None
+    record: Tokens = field(default_factory=Tokens)
+    """The tokens of the response so far, including tokens from the environment."""
+    prompt_values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """See `Response.prompt_values`."""
     prefix: PyTree = None
     """The prefilled context to insert into a slot. None before the context is prefilled and after it is inserted."""
     place: int = 0
@@ -135,6 +128,11 @@ class Request:
         self.target = self.target or self.limit
 
     @property
+    def drawn(self) -> int:
+        """Number of tokens in the response so far, including tokens from the environment."""
+        return len(self.record)
+
+    @property
     def context_start(self) -> int | None:
         """Index of the token with which the current context begins, or None if the context begins with the prompt."""
         return self.contexts[-1].first if self.contexts else None
@@ -146,7 +144,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Number of tokens in the request's context (see `sequence`)."""
+        """Number of tokens in the request's context (see `context`)."""
         return self.ahead + self.drawn
 
     @property
@@ -164,61 +162,25 @@ class Request:
         return self.ahead + min(self.drawn + steps, self.target)
 
     @property
-    def sequence(self) -> Int[np.ndarray, " length"]:
+    def context(self) -> Tokens:
         """The tokens of the request's context: the prompt and the response so far or, if an environment replaced them, all tokens since then."""
         if self.context_start is not None:
-            return self.tokens[self.context_start : self.drawn]
-        if not self.drawn:
-            return self.prompt.tokens
-        return np.concatenate([self.prompt.tokens, self.tokens[: self.drawn]])
+            return self.record.cut(self.context_start)
+        prompt = Tokens(self.prompt.tokens, **self.prompt_values)
+        return join([prompt, self.record]) if self.drawn else prompt
 
-    @property
-    def context_routes(self) -> UInt8[np.ndarray, "length layers chosen"] | None:
-        """The records of the tokens of the context, or None if there is no record. A token that is processed again uses its recorded experts, as in the trainer."""
-        if self.context_start is not None:
-            return None if self.routes is None else self.routes[self.context_start : self.drawn]
-        if self.prompt_routes is None:
-            return None
-        known = _widened(self.prompt_routes, self.length)
-        if self.routes is not None:
-            known[self.ahead :] = self.routes[: self.drawn]
-        return known
-
-    def append(self, tokens: Int[np.ndarray, " new"], logprobs: Float[np.ndarray, " new"]) -> None:
-        """Appends new tokens and their log-probabilities to the response."""
-        place = slice(self.drawn, self.drawn + len(tokens))
-        if place.stop > len(self.tokens):  # buffers grow on demand, because most requests are only waiting
-            room = max(place.stop, 2 * len(self.tokens), min(self.limit, _FIRST_TOKENS))
-            self.tokens, self.logprobs = (
-                _widened(buffer[: self.drawn], room) for buffer in (self.tokens, self.logprobs)
-            )
-            self.routes = None if self.routes is None else _widened(self.routes[: self.drawn], room)
-        if len(tokens) and (not self.spans or self.spans[-1].version != self.version):
+    def append(self, new: Tokens) -> None:
+        """Appends tokens to the response."""
+        if len(new) and (not self.spans or self.spans[-1].version != self.version):
             self.spans = (*self.spans, Span(self.drawn, self.version))
-        self.tokens[place], self.logprobs[place] = tokens, logprobs
-        self.drawn = place.stop
+        self.record.append(new)
 
-    def record(self, first: int, routes: UInt8[np.ndarray, "new layers chosen"]) -> None:
-        """Records the experts chosen for the tokens of the context from index `first` on; entries after the last token are ignored. A token keeps its first record."""
-        at = first - self.ahead
-        if at < 0:
-            self.prompt_routes = routes[:-at] if self.prompt_routes is None else self.prompt_routes
-            routes, at = routes[-at:], 0
-        if self.routes is None:
-            self.routes = _widened(np.empty((0, *routes.shape[1:]), np.uint8), len(self.tokens))
-        own = self.routes[at : min(self.drawn, at + len(routes))]
-        np.copyto(own, routes[: len(own)], where=own == NO_ROUTE)
-
-    @property
-    def recorded(self) -> int:
-        """Number of response tokens up to the last one with a record."""
-        if self.routes is None:
-            return 0
-        return 1 + max(np.flatnonzero(self.routes[: self.drawn, 0, 0] != NO_ROUTE).tolist(), default=-1)
-
-    def routes_from(self, first: int) -> UInt8[np.ndarray, "new layers chosen"] | None:
-        """Returns a copy of the records of the response's tokens from `first` on."""
-        return None if self.routes is None else self.routes[first : self.drawn].copy()
+    def fill(self, first: int, values: Mapping[str, np.ndarray]) -> None:
+        """Records values that the model computed for the tokens of the context from index `first` on (see `Tokens.fill`)."""
+        if (skipped := self.ahead - first) > 0:
+            self.prompt_values = self.prompt_values or {n: array[:skipped] for n, array in values.items()}
+            values, first = {name: array[skipped:] for name, array in values.items()}, self.ahead
+        self.record.fill(first - self.ahead, values)
 
     def end_turn(self, reason: FinishReason) -> None:
         """Ends the current turn of an episode."""
@@ -229,11 +191,7 @@ class Request:
     def drawn_turns(self) -> list[DrawnTurn]:
         """The turns of an episode that have ended, in the form that its environment receives."""
         return [
-            DrawnTurn(
-                tokens=self.tokens[first:stop].copy(),
-                logprobs=self.logprobs[first:stop].copy(),
-                finish_reason=reason,
-            )
+            DrawnTurn(record=self.record.cut(first, stop).sampled.copy(), finish_reason=reason)
             for (first, stop), reason in zip(self.turns, self.reasons, strict=True)
         ]
 
@@ -246,9 +204,9 @@ class Request:
         if before.new_context:
             self.contexts = (*self.contexts, ContextSpan(self.drawn, self.drawn + len(before.tokens)))
         last = self.drawn - 1
-        self.append(before.tokens, np.zeros(len(before.tokens), np.float32))
+        self.append(Tokens(before.tokens))
         # The last sampled token is fed too: if no other response was running, its forward pass was skipped.
-        self.fed = self.tokens[last : self.drawn].copy() if self.turns and not before.new_context else NOTHING
+        self.fed = self.record.ids[last:].copy() if self.turns and not before.new_context else NOTHING
         self.begun = self.drawn
         self.limit = self.target = limits.turn_end(self)
         self.prefix = None
@@ -257,43 +215,26 @@ class Request:
         """Returns the response, which must have ended. If it has no tokens, it is recorded as sampled by the weights of `version`."""
         assert self.finish_reason is not None
         return Response(
-            tokens=self.tokens[: self.drawn].copy(),
-            logprobs=self.logprobs[: self.drawn].copy(),
+            record=self.record.copy(),
+            prompt_values=self.prompt_values,
             finish_reason=self.finish_reason,
             spans=self.spans or (Span(0, version),),
             turns=self.turns,
             contexts=self.contexts,
-            routes=self.routes_from(0),
-            prompt_routes=self.prompt_routes,
         )
 
     def rest(self) -> "Request":
         """Returns a copy that is independent of any sampler: without a slot, pages or a prefix."""
-        return replace(
-            self,
-            tokens=self.tokens[: self.drawn].copy(),
-            logprobs=self.logprobs[: self.drawn].copy(),
-            routes=self.routes_from(0),
-            prefix=None,
-            order=-1,
-            row=None,
-            fed=NOTHING,
-        )
-
-
-def _widened(buffer: np.ndarray, room: int) -> np.ndarray:
-    """Copies a buffer into one with `room` entries. New entries are filled with `NO_ROUTE`, which only matters for records."""
-    new = np.full((room, *buffer.shape[1:]), NO_ROUTE, buffer.dtype)
-    new[: len(buffer)] = buffer
-    return new
+        return replace(self, record=self.record.copy(), prefix=None, order=-1, row=None, fed=NOTHING)
 
 
 def by_context(requests: Sequence[Request]) -> list[list[Request]]:
     """Groups the requests of each prompt that have the same context, so that one prefill serves them."""
     groups: dict[tuple[int, bytes], list[Request]] = {}
     for request in requests:
-        known = b"" if (routes := request.context_routes) is None else routes.tobytes()
-        groups.setdefault((request.prompt.ordinal, request.sequence.tobytes() + known), []).append(request)
+        context = request.context
+        known = b"".join(array.tobytes() for array in (context.ids, *context.processed.values()))
+        groups.setdefault((request.prompt.ordinal, known), []).append(request)
     return list(groups.values())
 
 
@@ -318,19 +259,19 @@ class Reading:
     def begin(self, requests: Sequence[Sequence[Request]]) -> None:
         """Starts to prefill sequences, each shared by a list of requests."""
         self._unread = dict(enumerate(requests))
-        records = [same[0].context_routes for same in requests]
-        known = (records,) if any(each is not None for each in records) else ()
-        self._work = self._engine.prefill(self._params, [same[0].sequence for same in requests], *known)
+        contexts = [same[0].context for same in requests]
+        routes = [context.routes for context in contexts]
+        known = (routes,) if any(record is not None for record in routes) else ()
+        self._work = self._engine.prefill(self._params, [context.ids for context in contexts], *known)
 
     def advance(self) -> list[Request]:
         """Runs one prefill call. Returns the requests that can start now."""
         new: list[Request] = []
         for index, prefix, place in next(self._work):
-            routes = getattr(prefix, "routes", None)
+            values = values_of(prefix, processed=True)
             for request in self._unread.pop(index):
                 request.prefix, request.place, request.fed = prefix, place, NOTHING
-                if routes is not None:
-                    request.record(0, routes[place])
+                request.fill(0, {name: of_prompts[place] for name, of_prompts in values.items()})
                 new.append(request)
         if not self._unread:
             self._work = iter(())  # frees prefixes on the device

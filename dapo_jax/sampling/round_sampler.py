@@ -4,13 +4,14 @@ A paused response stays in its slot. If there are more responses than slots, the
 does not change their tokens.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Float, Int, PRNGKeyArray, PyTree, UInt8
+from jaxtyping import PRNGKeyArray, PyTree
 
 from dapo_jax.dapo.rollouts import FinishReason
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.sampling.continuous_batching import check_prompts
 from dapo_jax.sampling.decode_loop import DecodeLoop, StopRule
 from dapo_jax.sampling.decoding import Decoding
@@ -22,14 +23,14 @@ from dapo_jax.sampling.requests import EpisodeLimits, Request, by_context
 class Drawn:
     """The tokens that a round sampled for one response."""
 
-    tokens: Int[np.ndarray, " new"]
-    logprobs: Float[np.ndarray, " new"]
-    """Log-probabilities in nats, at the sampling temperature and under the weights of the round."""
+    record: Tokens
+    """The last `new` tokens are new. Before them are older tokens that the model processed only now: the last token of the previous round, and tokens that an environment
+    appended. Without values that come with processing, there are no older tokens."""
+    new: int
     finish_reason: FinishReason | None
     """None if the response, or the current turn of an episode, has not ended."""
-    routes: UInt8[np.ndarray, "recorded layers chosen"] | None = None
-    """The new records of experts. They belong to the last tokens of the response: the new tokens, and before them tokens that an environment appended."""
-    prompt_routes: UInt8[np.ndarray, "prompt layers chosen"] | None = None
+    prompt_values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """See `Response.prompt_values`. Empty if they are from an earlier round."""
 
 
 class RoundSampler:
@@ -73,26 +74,25 @@ class RoundSampler:
         for over in [request for request in self._between if request.finish_reason is not None]:
             self._loop.slots.forget(over)
             self._between.remove(over)
-        begin = [(each.drawn, each.recorded, each.prompt_routes is None) for each in requests]
+        begin = [(request.drawn, request.record.settled, bool(request.prompt_values)) for request in requests]
         for request in requests:
             request.limit = self._limit if self._limits is None else self._limits.turn_end(request)
             request.target = min(request.drawn + tokens, request.limit)
         self._line_up(requests)
         ended: dict[Request, FinishReason] = {}
-        while (found := self._loop.step()) is not None:
-            ended.update(found)
+        while (of_step := self._loop.step()) is not None:
+            ended.update(of_step)
         self._between.difference_update(requests)
         if self._limits is not None:
             self._between.update(ended)
         return [
             Drawn(
-                tokens=of.tokens[first : of.drawn].copy(),
-                logprobs=of.logprobs[first : of.drawn].copy(),
-                finish_reason=ended.get(of),
-                routes=of.routes_from(recorded),
-                prompt_routes=of.prompt_routes if is_new else None,
+                record=request.record.cut(settled if request.record.processed else drawn).copy(),
+                new=request.drawn - drawn,
+                finish_reason=ended.get(request),
+                prompt_values={} if has_prompt else request.prompt_values,
             )
-            for of, (first, recorded, is_new) in zip(requests, begin, strict=True)
+            for request, (drawn, settled, has_prompt) in zip(requests, begin, strict=True)
         ]
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class GenerateAnswer:
     def add(self, new: NewTokens) -> None:
         """Adds the new tokens of one response to the answer."""
         self._latest[new.index] = new
-        self._sampled += len(new.tokens)
+        self._sampled += len(new.record)
 
     def whole(self) -> dict[str, Any]:
         """Returns the complete answer. Every response must have ended."""
@@ -60,14 +60,14 @@ class GenerateAnswer:
         return [{"index": index, **self._choice(new), **_ending(new)} for index, new in responses]
 
     def _choice(self, new: NewTokens) -> dict[str, Any]:
-        return {"token_ids": new.tokens.tolist(), "logprobs": self._logprobs(new)}
+        return {"token_ids": new.record.ids.tolist(), "logprobs": self._logprobs(new)}
 
     def _logprobs(self, new: NewTokens, *, named: bool = False) -> dict[str, Any] | None:
         """Returns the log-probabilities and bytes of new tokens, or None if not requested. If `named`, tokens are identified by text instead of id."""
         if not self._request.logprobs:
             return None
         entries = []
-        for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
+        for token, logprob in zip(new.record.ids.tolist(), new.record.logprobs.tolist(), strict=True):
             content = token_bytes(self._tokenizer, token)
             name = decoded(self._tokenizer, [token]) if named else f"token_id:{token}"
             entry = {"token": name, "logprob": logprob, "bytes": None if content is None else list(content)}
@@ -101,7 +101,7 @@ class ChatAnswer(GenerateAnswer):
         return {**self._head, **fields, **self._prompt}
 
     def _choice(self, new: NewTokens) -> dict[str, Any]:
-        text = self._texts[new.index].add(new.tokens.tolist(), last=True)
+        text = self._texts[new.index].add(new.record.ids.tolist(), last=True)
         return {"message": {"role": "assistant", "content": text}, **self._details(new)}
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ class ChatAnswer(GenerateAnswer):
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:
         """Returns a chunk for new tokens, or None if there is nothing to send yet."""
         self.add(new)
-        last, tokens = new.finish_reason is not None, new.tokens.tolist()
+        last, tokens = new.finish_reason is not None, new.record.ids.tolist()
         text = self._texts[new.index].add(tokens, last=last)
         asked = tokens and (self._request.logprobs or self._request.return_token_ids)
         if not (text or last or asked):
@@ -132,7 +132,9 @@ class ChatAnswer(GenerateAnswer):
 
     def _details(self, new: NewTokens) -> dict[str, Any]:
         logprobs = {"logprobs": self._logprobs(new, named=not self._request.tokens_as_ids)}
-        return {**logprobs, "token_ids": new.tokens.tolist()} if self._request.return_token_ids else logprobs
+        return (
+            {**logprobs, "token_ids": new.record.ids.tolist()} if self._request.return_token_ids else logprobs
+        )
 
 
 class CompletionAnswer(GenerateAnswer):
@@ -147,14 +149,15 @@ class CompletionAnswer(GenerateAnswer):
     def _choice(self, new: NewTokens) -> dict[str, Any]:
         # A stop string ends the response, but not the prompt before it.
         stop = () if self._request.echo else self._request.stop
-        text = GrowingText(self._tokenizer, stop).add(new.tokens.tolist(), last=True)
+        text = GrowingText(self._tokenizer, stop).add(new.record.ids.tolist(), last=True)
         return {"text": text, "logprobs": self._table(new)}
 
     def _table(self, new: NewTokens) -> dict[str, Any] | None:
         """Returns the log-probabilities in the format of OpenAI's completions, or None if not requested. Only scored prompts have `top_logprobs`."""
         if not self._request.logprobs:
             return None
-        tokens, logprobs, tops = new.tokens.tolist(), list[float | None](new.logprobs.tolist()), None
+        tokens, tops = new.record.ids.tolist(), None
+        logprobs = list[float | None](new.record.logprobs.tolist())
         names, text = [decoded(self._tokenizer, [token]) for token in tokens], GrowingText(self._tokenizer)
         offsets = [0, *accumulate(len(text.add([token])) for token in tokens[:-1])]
         if (scores := new.scores) is not None:

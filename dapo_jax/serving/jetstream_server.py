@@ -77,7 +77,7 @@ class JetStreamServer(ServerThread):
             asked = await asyncio.to_thread(self._checked, request)
             async with sampled(self._requests, asked) as arriving:
                 async for new in arriving:
-                    tokens = new.tokens.tolist()
+                    tokens = new.record.ids.tolist()
                     if tokens and tokens[-1] in ends:
                         tokens.pop()
                     last, with_text = new.finish_reason is not None, request.HasField("text_content")

@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Int, PRNGKeyArray, PyTree
 
 from dapo_jax.dapo.rollouts import FinishReason, Prompt, Span
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.sampling.decode_loop import DecodeLoop
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.interface import Engine
@@ -55,15 +56,13 @@ class NewTokens:
 
     index: int
     """Index of the response within its request."""
-    tokens: Int[np.ndarray, " new"]
-    logprobs: Float[np.ndarray, " new"]
-    """Log-probabilities in nats, at the sampling temperature, under the weights that sampled each token."""
+    record: Tokens
     spans: tuple[Span, ...]
     """The response so far, split into spans of tokens that were sampled with the same version of the weights."""
     finish_reason: FinishReason | None
     """Why the response ended, or None if it continues."""
     scores: PromptScores | None = None
-    """The prompt's scores, if the request asked for them. `tokens` then begin with the prompt, whose first token has the log-probability 0."""
+    """The prompt's scores, if the request asked for them. `record` then begins with the prompt, whose first token has the log-probability 0."""
 
 
 Listener = Callable[[NewTokens | BaseException], None]
@@ -258,7 +257,7 @@ class RequestLoop:
         logprobs = np.concatenate([[0.0], scores.logprobs[:-1], scores.top_logprobs[-1:]], dtype=np.float32)
         kept, stops = slice(len(request.prompt.tokens) + request.limit), tokens[-1] in self._engine.stop_ids
         reason, spans = "stop" if request.limit and stops else "length", (Span(0, self.version),)
-        return NewTokens(0, tokens[kept], logprobs[kept], spans, reason, scores)
+        return NewTokens(0, Tokens(tokens[kept], logprobs=logprobs[kept]), spans, reason, scores)
 
     def _more(self) -> list[Sequence[Request]]:
         """Removes up to `engine.slots` requests from the queue, and returns them to be prefilled next."""
@@ -276,11 +275,10 @@ class RequestLoop:
         """For each response that has ended or is streamed, passes the new tokens to its listener."""
         over = dict(ended)
         for request, served in list(self._running.items()):
-            reason, new = over.get(request), slice(served.sent[request.index], request.drawn)
+            reason, new = over.get(request), request.record.cut(served.sent[request.index])
             if reason is not None:
                 del self._running[request]
-            elif not served.streams or new.start == new.stop:
+            elif not (served.streams and len(new)):
                 continue
             served.sent[request.index] = request.drawn
-            tokens, logprobs = request.tokens[new].copy(), request.logprobs[new].copy()
-            served.listener(NewTokens(request.index, tokens, logprobs, request.spans, reason))
+            served.listener(NewTokens(request.index, new.copy(), request.spans, reason))

@@ -121,7 +121,7 @@ async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator
             new = await queue.get()
             if isinstance(new, BaseException):
                 raise stopping() from new
-            if not np.isfinite(new.logprobs).all():
+            if not np.isfinite(new.record.logprobs).all():
                 text = "log-probabilities are not finite with these weights: serve another checkpoint"
                 raise RequestError(text, status=500, code="not_finite")
             yield new

@@ -16,6 +16,7 @@ from jaxtyping import Float
 
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
+from dapo_jax.dapo.tokens import VALUES, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,26 +78,28 @@ def pack(
     for index, example in enumerate(examples):
         if example.tokens > row_tokens:
             raise ValueError(
-                f"rollout {index} has {len(example.prompt_tokens)} prompt + {len(example.response_tokens)} response = {example.tokens} "
+                f"rollout {index} has {len(example.prompt)} prompt + {len(example.response)} response = {example.tokens} "
                 f"tokens, over batch.row_tokens={row_tokens}; raise batch.row_tokens or lower sampling.max_response_tokens"
             )
     pieces = [
         Piece(
             rollouts=(index,),
-            responses=(len(example.response_tokens),),
-            prompt=example.prompt_tokens.tobytes() if share_prompts else index,
-            prompt_tokens=len(example.prompt_tokens),
+            responses=(len(example.response),),
+            prompt=example.prompt.ids.tobytes() if share_prompts else index,
+            prompt_tokens=len(example.prompt),
         )
         for index, example in enumerate(examples)
     ]
     also = ["noise"] if any(one.noise is not None for one in examples) else []
-    routes = next((one.routes.shape[1:] for one in examples if one.routes is not None), None)
+    tokens = (part for one in examples for part in (one.prompt, one.response))
+    shapes = {name: array.shape[1:] for part in tokens for name, array in part.arrays.items()}
+    recorded = tuple((name, shape) for name, shape in shapes.items() if not VALUES[name].packed)
     lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
     made = []
     for length, rows in distribute_pieces(
         pieces, lengths=lengths, rows_per_microbatch=rows_per_microbatch, spread=spread
     ):
-        made.append(blank_microbatch((rows_per_microbatch, length), *also, routes=routes))
+        made.append(blank_microbatch((rows_per_microbatch, length), *also, recorded=recorded))
         made[-1].tokens[:] = pad_id
         for index, row in enumerate(rows):
             _write_row(jax.tree.map(lambda array, at=index: array[at], made[-1]), row, examples, weights)
@@ -112,28 +115,31 @@ def _write_row(
         of_prompt.setdefault(piece.prompt, []).extend(piece.rollouts)
     stop, segment = 0, 0
     for bundle in of_prompt.values():
-        prompt = examples[bundle[0]].prompt_tokens
+        # Responses that were lost before their first token have a prompt without recorded values.
+        prompt = max((examples[i].prompt for i in bundle), key=lambda tokens: bool(tokens.processed))
         start, stop, segment = stop, stop + len(prompt), segment + 1
         head, prefix = stop - 1, segment
-        m.tokens[start:stop], m.positions[start:stop] = prompt, np.arange(len(prompt))
+        _write_tokens(m, slice(start, stop), prompt)
+        m.positions[start:stop] = np.arange(len(prompt))
         m.segment_ids[start:stop] = m.prefix_ids[start:stop] = segment
         m.previous[start + 1 : stop] = np.arange(start, head)
-        for record in [each for i in bundle if (each := examples[i].prompt_routes) is not None][:1]:
-            m.routes[start:stop] = record
         for one, weight in ((examples[i], float(weights[i])) for i in bundle):
-            count = len(one.response_tokens)
+            count = len(one.response)
             segment += len(bundle) > 1
             place, stop = slice(stop, stop + count), stop + count
-            m.tokens[place], m.sampler_logprobs[place] = one.response_tokens, one.logprobs
+            _write_tokens(m, place, one.response)
             m.positions[place] = len(prompt) + np.arange(count)
             m.segment_ids[place], m.prefix_ids[place] = segment, prefix
             m.previous[place] = [head, *range(place.start, stop - 1)][:count]
             m.mask[place], m.advantages[place] = one.mask, one.advantage
             if one.noise is not None:
                 m.noise[place] = one.noise
-            if one.routes is not None:
-                m.routes[place] = one.routes
             m.weights[place] = weight if one.sampled is None else weight * one.sampled
+
+
+def _write_tokens(m: Microbatch, place: slice, tokens: Tokens) -> None:
+    for name, values in tokens.arrays.items():
+        m.arrays[VALUES[name].packed or name][place] = values
 
 
 def distribute_pieces(

@@ -26,9 +26,9 @@ from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 from dapo_jax.dapo.objectives import ARRAYS, wanted
-from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.dapo.selections import SELECTIONS
 from dapo_jax.dapo.teacher import teacher_advantages, teacher_divergence
+from dapo_jax.dapo.tokens import NO_ROUTE, Shapes
 from dapo_jax.hints import nearest
 from dapo_jax.models.decoder import in_tuples, is_apart
 from dapo_jax.numerics.segments import looked_up
@@ -138,8 +138,8 @@ class UpdateOptions:
     """`sampled`: the teacher's log-probabilities become advantages. `full`: the divergence from the teacher over the whole vocabulary is part of the loss."""
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
-    routes: tuple[int, int] | None = None
-    """Number of layers and of experts per token in the records of minibatches, or None if there are no records."""
+    recorded: Shapes = ()
+    """The optional values that the sampler records for each token."""
 
 
 Sums = tuple[nnx.State, Float[Array, ""]]
@@ -237,7 +237,7 @@ class Updater:
 
     def _scores(self, model: Model, *, replays: bool = True) -> Callable[[Stack], Array]:
         """Returns the function that computes log-probabilities under `model`. Without `replays`, the model chooses its experts itself."""
-        return lambda stack: self._score(model, stack if replays else _without_routes(stack))[0]
+        return lambda stack: self._score(model, stack if replays else _unrecorded(stack))[0]
 
     def _selected(self, minibatch: Minibatch, policy: Model) -> Minibatch:
         """Fills in the log-probabilities of an update under the policy, and the selected tokens."""
@@ -258,7 +258,7 @@ class Updater:
         """Returns the selected tokens of each stack. The selection gets the tokens of all stacks in one vector."""
         assert self._select is not None
         stacks = [
-            {**vars(stack.microbatches), "logprobs": score[0], "entropy": score[-1]}
+            {**stack.microbatches.arrays, "logprobs": score[0], "entropy": score[-1]}
             for stack, score in zip(minibatch, scores, strict=True)
         ]
         whole, unravel = ravel_pytree([stack["mask"] for stack in stacks])
@@ -299,7 +299,7 @@ class Updater:
     def lower_score(self, model: Model, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. The parameters may be shapes with shardings."""
         stack = self.stack_structs(capacity, rows, row_tokens)
-        return self._score.lower(model, stack if model[0] is self._graph else _without_routes(stack))
+        return self._score.lower(model, stack if model[0] is self._graph else _unrecorded(stack))
 
     def programs(
         self, state: TrainState, *, capacity: int, rows: int, lengths: Sequence[int]
@@ -341,7 +341,7 @@ class Updater:
         also = [*self._scorers, *["selected"] * (self._select is not None)]
         arrays = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=self._rows),
-            blank_microbatch((), *also, routes=self._options.routes),
+            blank_microbatch((), *also, recorded=self._options.recorded),
         )
         return Stack(arrays, count)
 
@@ -354,7 +354,7 @@ class Updater:
 
         def program(models: tuple[Model, ...], m: Microbatch) -> tuple[Array, ...]:
             before, ends, counts = _hidden(models[0], m)
-            teachers = [_hidden(model, replace(m, routes=None))[:2] for model in models[1:]]
+            teachers = [_hidden(model, replace(m, recorded={}))[:2] for model in models[1:]]
             scores = ends.layout.logprobs(
                 before,
                 ends.unembedding(),
@@ -444,7 +444,7 @@ class Updater:
             )
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
-        provided = {**vars(microbatch), "weights": objective_weights, "entropy": entropy}
+        provided = {**microbatch.arrays, "weights": objective_weights, "entropy": entropy}
         arrays = {name: provided[name] for name in self._arrays}
         loss, measured = self._objective(logprobs, old, advantages, mask, **arrays)
         metrics = {**measured, **metrics, "policy/entropy": token_mean(entropy, mask)}
@@ -505,14 +505,14 @@ def _decoder(model: Model) -> Any:
     return nnx.merge(graph, trained, in_tuples(frozen) if frozen and is_apart(frozen) else frozen)
 
 
-def _without_routes(stack: Stack) -> Stack:
-    return replace(stack, microbatches=replace(stack.microbatches, routes=None))
+def _unrecorded(stack: Stack) -> Stack:
+    return replace(stack, microbatches=replace(stack.microbatches, recorded={}))
 
 
 def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any, tuple[Array, ...]]:
     """Returns the hidden states [tokens, embed] that predict the tokens, the layers before and after the blocks, and the counts of experts, if there are experts."""
     decoder = _decoder(model)
-    hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids, m.routes)
+    hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids, m.recorded.get("routes"))
     counts: tuple[Array, ...] = ()
     if decoder.ends.config.experts is not None:
         hidden, routing = hidden
@@ -555,9 +555,9 @@ def routing_metrics(
         "routing/busiest_load": Mean(busiest.sum(), jnp.float32(layers)),
         "routing/unused_frac": Mean((load == 0).sum(dtype=jnp.float32), jnp.float32(layers * experts)),
     }
-    if m.routes is None:
+    if "routes" not in m.recorded:
         return metrics
-    real, recorded = m.segment_ids > 0, m.routes[..., 0, 0] != NO_ROUTE
+    real, recorded = m.segment_ids > 0, m.recorded["routes"][..., 0, 0] != NO_ROUTE
     return metrics | {
         "routing/flipped_frac": token_mean(flipped / layers, real & recorded),
         "routing/no_record_frac": token_mean((~recorded).astype(jnp.float32), real),

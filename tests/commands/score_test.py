@@ -10,6 +10,7 @@ from dapo_jax.cli import main
 from dapo_jax.commands.score import describe, score
 from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.rewards import whole_group
 from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
 
@@ -46,8 +47,7 @@ def rollouts(tmp_path):
         rollouts=tuple(
             Rollout(
                 response=Response(
-                    tokens=np.array([3, 4, 5], np.int32),
-                    logprobs=np.zeros(3, np.float32),
+                    record=Tokens(np.array([3, 4, 5], np.int32)),
                     finish_reason="stop",
                 ),
                 text=text,

@@ -20,6 +20,7 @@ from dapo_jax import group_advantages
 from dapo_jax.dapo.advantages import BASELINES, SCALES, best_of, step_advantages
 from dapo_jax.dapo.batching import example_weights, training_examples
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, TurnSpan, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.training.row_packing import pack
 
 # A multiple of 1/8 up to 2^10 in size is exact in every dtype used here, and so are sums of a few.
@@ -121,8 +122,7 @@ def make_group(rewards, lengths, parts=None, *, truncated=(), penalties=None, or
     rollouts = tuple(
         Rollout(
             response=Response(
-                tokens=np.full(length, 5, np.int32),
-                logprobs=np.zeros(length, np.float32),
+                record=Tokens(np.full(length, 5, np.int32)),
                 finish_reason="length" if index in truncated else "stop",
             ),
             text="",

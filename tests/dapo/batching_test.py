@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.batching import Example, example_weights, split_minibatches, training_examples
-from dapo_jax.dapo.rollouts import ContextSpan, Group, Prompt, Response, Rollout, TurnSpan, Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.training.row_packing import pack
 
 
@@ -19,8 +20,9 @@ def make_group(ordinal, rewards, *, truncated=(), lengths=None):
     rollouts = []
     for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
         response = Response(
-            tokens=np.arange(10, 10 + length, dtype=np.int32),
-            logprobs=np.full(length, -0.5 - index, np.float32),
+            record=Tokens(
+                np.arange(10, 10 + length, dtype=np.int32), logprobs=np.full(length, -0.5 - index, np.float32)
+            ),
             finish_reason="length" if index in truncated else "stop",
         )
         rollouts.append(
@@ -34,9 +36,8 @@ def make_row(prompt, response, *, start=1, advantage=1.0, in_loss=True, group=0)
     """Returns an example whose tokens count up from `start`, with the negated tokens as log-probabilities."""
     tokens = np.arange(start, start + prompt + response, dtype=np.int32)
     return Example(
-        prompt_tokens=tokens[:prompt],
-        response_tokens=tokens[prompt:],
-        logprobs=-tokens[prompt:].astype(np.float32),
+        prompt=Tokens(tokens[:prompt]),
+        response=Tokens(tokens[prompt:], logprobs=-tokens[prompt:].astype(np.float32)),
         advantage=advantage,
         in_loss=in_loss,
         group=group,
@@ -140,22 +141,20 @@ def test_every_example_is_packed_exactly_once(lengths, row_tokens, per):
             for segment in range(1, m.segment_ids[row].max() + 1):
                 at = np.flatnonzero(m.segment_ids[row] == segment)
                 assert (np.diff(at) == 1).all()  # without gaps
-                found[int(m.tokens[row, at[0]])] = {
-                    name: array[row, at] for name, array in vars(m).items() if array is not None
-                }
+                found[int(m.tokens[row, at[0]])] = {name: array[row, at] for name, array in m.arrays.items()}
         padding = m.segment_ids == 0
         for field in jax.tree.leaves(m):
             assert not field[padding].any()
     assert len(found) == len(rows)
     for index, row in enumerate(rows):
-        got, prompt = found[int(row.prompt_tokens[0])], len(row.prompt_tokens)
-        np.testing.assert_array_equal(got["tokens"], [*row.prompt_tokens, *row.response_tokens])
+        got, prompt = found[int(row.prompt.ids[0])], len(row.prompt.ids)
+        np.testing.assert_array_equal(got["tokens"], [*row.prompt.ids, *row.response.ids])
         np.testing.assert_array_equal(got["positions"], np.arange(row.tokens))
         response = np.arange(row.tokens) >= prompt
         np.testing.assert_array_equal(got["mask"], response & row.in_loss)
         np.testing.assert_array_equal(got["weights"], response * weights[index])
         np.testing.assert_array_equal(got["advantages"], response * row.advantage)
-        np.testing.assert_array_equal(got["sampler_logprobs"][prompt:], row.logprobs)
+        np.testing.assert_array_equal(got["sampler_logprobs"][prompt:], row.response.logprobs)
         assert not got["sampler_logprobs"][:prompt].any()
         assert not got["old_logprobs"].any()
         assert not got["ref_logprobs"].any()
@@ -171,11 +170,11 @@ def test_packing_fills_rows_longest_first():
 def test_responses_to_one_prompt_follow_it_in_one_row():
     """Prompt [1, 2], responses of 3 and 2 tokens, longest first; then another prompt with its only response."""
     prompt = np.array([1, 2], np.int32)
-    rows = [replace(make_row(2, n, start=start), prompt_tokens=prompt) for n, start in ((2, 10), (3, 20))]
+    rows = [replace(make_row(2, n, start=start), prompt=Tokens(prompt)) for n, start in ((2, 10), (3, 20))]
     [m] = pack(
         [*rows, make_row(1, 2, start=31)], np.array([0.5, 2.0, 3.0]), row_tokens=11, rows_per_microbatch=1
     )
-    assert m.tokens.tolist() == [[1, 2, *rows[1].response_tokens, *rows[0].response_tokens, 31, 32, 33, 0]]
+    assert m.tokens.tolist() == [[1, 2, *rows[1].response.ids, *rows[0].response.ids, 31, 32, 33, 0]]
     assert m.segment_ids.tolist() == [[1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 0]]
     assert m.prefix_ids.tolist() == [[1, 1, 1, 1, 1, 1, 1, 4, 4, 4, 0]]
     assert m.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0]]
@@ -189,36 +188,37 @@ def test_records_of_experts_are_packed_next_to_their_tokens():
     def record(*experts):
         return np.array(experts, np.uint8).reshape(-1, 1, 1)
 
+    def with_routes(row, of_prompt, own):
+        prompt, response = Tokens(row.prompt.ids, routes=of_prompt), Tokens(row.response.ids, routes=own)
+        return replace(row, prompt=prompt, response=response)
+
     prompt = np.array([1, 2], np.int32)
-    first, second, third = (replace(make_row(2, n, start=10 * n), prompt_tokens=prompt) for n in (3, 2, 1))
+    first, second, third = (replace(make_row(2, n, start=10 * n), prompt=Tokens(prompt)) for n in (3, 2, 1))
     rows = [
         first,  # lost before its first token was sampled
-        replace(second, prompt_routes=record(4, 5), routes=record(6, 255)),
-        replace(third, prompt_routes=record(0, 0), routes=record(255)),
-        replace(make_row(1, 2, start=31), prompt_routes=record(8), routes=record(9, 255)),
+        with_routes(second, record(4, 5), record(6, 255)),
+        with_routes(third, record(0, 0), record(255)),
+        with_routes(make_row(1, 2, start=31), record(8), record(9, 255)),
     ]
     [m] = pack(rows, np.ones(4), row_tokens=13, rows_per_microbatch=1)
     assert m.tokens[0, :2].tolist() == [1, 2]
-    assert m.routes[0, :, 0, 0].tolist() == [4, 5, 255, 255, 255, 6, 255, 255, 8, 9, 255, 255, 255]
-    assert m.routes.dtype == np.uint8
-    assert pack([first], np.ones(1), row_tokens=13, rows_per_microbatch=1)[0].routes is None
-
-
-def test_an_example_has_the_records_of_its_own_context():
-    """Two sampled tokens after the prompt; then a new context of two tokens, and three sampled tokens."""
-    group = make_group(0, [1.0], lengths=[7])
-    routes = np.arange(7, dtype=np.uint8).reshape(-1, 1, 1)
-    response = replace(
-        group.rollouts[0].response,
-        turns=(TurnSpan(0, 2), TurnSpan(4, 7)),
-        contexts=(ContextSpan(2, 4),),
-        routes=routes,
-        prompt_routes=np.full((3, 1, 1), 9, np.uint8),
-    )
-    group = replace(group, rollouts=(replace(group.rollouts[0], response=response),))
-    one, other = training_examples([group], [[1.0]])
-    assert (one.prompt_routes.ravel().tolist(), one.routes.ravel().tolist()) == ([9, 9, 9], [0, 1])
-    assert (other.prompt_routes.ravel().tolist(), other.routes.ravel().tolist()) == ([2, 3], [4, 5, 6])
+    assert m.recorded["routes"][0, :, 0, 0].tolist() == [
+        4,
+        5,
+        255,
+        255,
+        255,
+        6,
+        255,
+        255,
+        8,
+        9,
+        255,
+        255,
+        255,
+    ]
+    assert m.recorded["routes"].dtype == np.uint8
+    assert pack([first], np.ones(1), row_tokens=13, rows_per_microbatch=1)[0].recorded == {}
 
 
 @given(groups=st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 10), min_size=1, max_size=5)), min_size=1, max_size=5),
@@ -230,7 +230,7 @@ def test_a_token_sees_its_prompt_and_its_response_up_to_itself(groups, row_token
         prompt = np.arange(start, start + prompt_length, dtype=np.int32)
         for length in lengths:
             start += 20
-            rows.append(replace(make_row(1, length, start=start), prompt_tokens=prompt))
+            rows.append(replace(make_row(1, length, start=start), prompt=Tokens(prompt)))
         start += 20
     microbatches = pack(rows, np.ones(len(rows)), row_tokens=row_tokens, rows_per_microbatch=1)
     m = jax.tree.map(lambda *parts: np.concatenate(parts), *microbatches)
@@ -247,14 +247,14 @@ def test_a_token_sees_its_prompt_and_its_response_up_to_itself(groups, row_token
             assert sorted(walk) == np.flatnonzero(seen).tolist()
             np.testing.assert_array_equal(m.positions[row, walk[::-1]], np.arange(len(walk)))
             found.append(m.tokens[row, walk[::-1]].tolist())
-    assert sorted(found) == sorted([*row.prompt_tokens, *row.response_tokens] for row in rows)
+    assert sorted(found) == sorted([*row.prompt.ids, *row.response.ids] for row in rows)
 
 
 def one_prompt(*responses):
     """Returns responses of these lengths to the prompt [1, 2], whose tokens count up from 10, 20, ..."""
     prompt = np.array([1, 2], np.int32)
     return [
-        replace(make_row(2, n, start=10 * k - 2), prompt_tokens=prompt) for k, n in enumerate(responses, 1)
+        replace(make_row(2, n, start=10 * k - 2), prompt=Tokens(prompt)) for k, n in enumerate(responses, 1)
     ]
 
 
@@ -274,7 +274,7 @@ def test_prompts_that_are_not_shared_are_repeated():
 def test_packing_balances_the_pairs_of_attention(lengths, share, spread):
     """Pairs are counted in the arrays. Within a part rows are sorted by them, and the parts have about the same sum."""
     prompts = [np.arange(100 * prompt, 100 * prompt + prompt, dtype=np.int32) for prompt in range(7)]
-    rows = [replace(make_row(1, response, start=9), prompt_tokens=prompts[p]) for p, response in lengths]
+    rows = [replace(make_row(1, response, start=9), prompt=Tokens(prompts[p])) for p, response in lengths]
     options = {"row_tokens": 20, "rows_per_microbatch": 4, "spread": spread, "share_prompts": share}
     at = np.arange(20)
     for m in pack(rows, np.ones(len(rows)), **options):

@@ -5,14 +5,13 @@ import pytest
 
 from dapo_jax.dapo.dynamic_sampling import is_informative
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.tokens import Tokens
 
 
 def make_group(verdicts, *, rewards=None, scores=None):
     """One rollout per character of `verdicts`: x is correct, ? is lost, anything else is wrong."""
     count = len(verdicts)
-    response = Response(
-        tokens=np.array([1], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop"
-    )
+    response = Response(record=Tokens(np.array([1], np.int32)), finish_reason="stop")
     rollouts = tuple(
         Rollout(
             response=response,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.rewards import as_verdict
 
 
@@ -78,8 +79,7 @@ def make_group(verdicts, lengths):
     rollouts = tuple(
         Rollout(
             response=Response(
-                tokens=np.full(length, 5, np.int32),
-                logprobs=np.zeros(length, np.float32),
+                record=Tokens(np.full(length, 5, np.int32)),
                 finish_reason="stop",
             ),
             text="",

@@ -91,7 +91,7 @@ def test_an_episode_receives_each_turn_and_its_reward_is_the_sum():
     [echo] = environment.made
     assert echo.row == {"prompt": "q", "answer": "a", "level": 3}
     assert [(each.number, each.text) for each in echo.turns] == [(0, "a"), (1, "b"), (2, "c")]
-    assert [each.logprobs.tolist() for each in echo.turns] == [drawn("a").logprobs.tolist()] * 3
+    assert [each.logprobs.tolist() for each in echo.turns] == [drawn("a").record.logprobs.tolist()] * 3
 
 
 def test_seeds_of_episodes_depend_on_the_prompt_and_on_the_seed_of_the_run():

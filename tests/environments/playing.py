@@ -6,6 +6,7 @@ import json
 import numpy as np
 
 from dapo_jax.dapo.rollouts import DrawnTurn
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.environments import Turn
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.text.tokenizers import ByteTokenizer
@@ -23,7 +24,7 @@ def drawn(text, tokenizer=TOKENIZER):
     """A turn as the sampler returns it, without an end token."""
     tokens = tokenizer.encode(text)
     logprobs = np.linspace(-3.1, -0.1, len(tokens)).astype(np.float32)
-    return DrawnTurn(tokens=tokens, logprobs=logprobs, finish_reason="stop")
+    return DrawnTurn(record=Tokens(tokens, logprobs=logprobs), finish_reason="stop")
 
 
 def verdicts_of(episodes, prompt, count=1):

@@ -2,10 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import DrawnTurn, Prompt
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.environments import Episodes, ToolEnvironment, load_environment
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.sampling.continuous_batching import Sampler
@@ -120,7 +120,7 @@ def answer_to_a_call(template, said, stop=()):
     tokenizer = HuggingFaceTokenizer(files_of(json.dumps(described), template=template))
     prompt = Prompt(ordinal=0, tokens=tokenizer.encode("q"), text="q", answer="3", row={})
     tokens = tokenizer.encode(said)
-    turn = DrawnTurn(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop")
+    turn = DrawnTurn(record=Tokens(tokens), finish_reason="stop")
     text_of = StopStrings(tokenizer, stop).decode if stop else tokenizer.decode
     environment = ToolEnvironment([add], lambda text, row: text == row["answer"])
     with Episodes(

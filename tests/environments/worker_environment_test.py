@@ -98,7 +98,7 @@ def test_answers_are_the_same_as_without_workers():
     assert answers[0] == answers[1]
     tokens, logprobs, *rest = json.loads(answers[1][2])
     assert (tokens, rest[:4]) == (TOKENIZER.encode("echo").tolist(), ["int32", "float32", "stop", 2])
-    assert np.array(logprobs, np.float32).tolist() == drawn("echo").logprobs.tolist(), "to the bit"
+    assert np.array(logprobs, np.float32).tolist() == drawn("echo").record.logprobs.tolist(), "to the bit"
     context = TOKENIZER.decode(np.array([97, 98, 99], np.int32))
     assert answers[1][:5] == ["?", "?", answers[1][2], "c", context]
     assert answers[1][-2][0].score == 2.0

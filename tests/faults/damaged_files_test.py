@@ -20,6 +20,7 @@ pytest.importorskip("gguf")
 from dapo_jax.cli import main
 from dapo_jax.config import load_config, to_yaml
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.folder import save_model
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.trackers.rollout_log import write_rollouts
@@ -119,7 +120,7 @@ def lay_out(folder):
     (folder / "run" / "checkpoints").mkdir(parents=True)
     (folder / "run" / "config.yaml").write_text(to_yaml(load_config(folder / "c.yaml")))
     one = np.array([1], np.int32)
-    response = Response(tokens=one, logprobs=np.zeros(1, np.float32), finish_reason="stop")
+    response = Response(record=Tokens(one), finish_reason="stop")
     rollout = Rollout(response=response, text="2", verdict=Verdict(correct=True), reward=1.0)
     row = {"prompt": "1+1", "answer": "2"}
     prompt = Prompt(ordinal=0, tokens=one, text="1+1", answer="2", row=row)

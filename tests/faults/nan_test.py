@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from dapo_jax.cli import _outcome
 from dapo_jax.config import ConfigError, load_config
 from dapo_jax.dapo.losses import dapo_loss
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.guard import GuardError
@@ -70,7 +71,11 @@ def sampler_says(monkeypatch):
 
         def sample(self, *of, **how):
             for prompt, responses in honest(self, *of, **how):
-                yield prompt, tuple(replace(r, logprobs=change(prompt, r.logprobs)) for r in responses)
+                records = [Tokens(r.tokens, logprobs=change(prompt, r.logprobs)) for r in responses]
+                yield (
+                    prompt,
+                    tuple(replace(r, record=record) for r, record in zip(responses, records, strict=True)),
+                )
 
         monkeypatch.setattr(ResponseSampler, "sample", sample)
 

@@ -17,6 +17,7 @@ from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.objectives import gspo_loss
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models import attention
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.presets import Experts
@@ -77,15 +78,14 @@ def rollouts(seed=0):
         for _ in range(4):
             response = rng.integers(2, CONFIG.vocab_size, rng.integers(4, 21)).astype(np.int32)
             logprobs = rng.normal(-3.0, 0.3, len(response)).astype(np.float32)
-            rows.append(Example(prompt_tokens=prompt, response_tokens=response, logprobs=logprobs,
-                            advantage=float(rng.normal()), group=group))  # fmt: skip
+            rows.append(Example(prompt=Tokens(prompt), response=Tokens(response, logprobs=logprobs), advantage=float(rng.normal()), group=group))  # fmt: skip
     return rows
 
 
 def minibatch(*, apart, seed=0, shorter=()):
     """Packed, prompts shared; or one rollout to a row."""
     rows = rollouts(seed)
-    weights = np.full(len(rows), 1.0 / sum(len(row.response_tokens) for row in rows))
+    weights = np.full(len(rows), 1.0 / sum(len(row.response.ids) for row in rows))
     if not apart:
         return pack(rows, weights, row_tokens=ROW_TOKENS, rows_per_microbatch=ROWS, shorter_rows=shorter)
     parts = [pack([row], weights[:1], row_tokens=ROW_TOKENS, rows_per_microbatch=1)[0] for row in rows]

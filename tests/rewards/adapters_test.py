@@ -5,11 +5,11 @@ import warnings
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dapo_jax.config import RewardConfig
 from dapo_jax.dapo.rollouts import Response, Span, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.rewards import grade_function
 from dapo_jax.rewards.adapters import trl_reward, verl_reward
 from dapo_jax.rewards.async_calls import AsyncCalls
@@ -146,7 +146,7 @@ def test_bools_of_a_trl_function_are_numbers():
 def rewarded(config, *texts):
     """The rewards and the group of responses that were sampled after 5 steps, as a run computes them."""
     responses = [
-        Response(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop", spans=(Span(0, 5),))
+        Response(record=Tokens(tokens), finish_reason="stop", spans=(Span(0, 5),))
         for tokens in map(TOKENIZER.encode, texts)
     ]  # fmt: skip
     prompt = sample().prompt

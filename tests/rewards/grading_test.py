@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt, Response, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.rewards import grade_function
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.graders import kimi_length
@@ -22,8 +23,7 @@ ASKED = {"prompt": "1+1", "answer": "2"}
 def sampled(ordinal, *texts):
     prompt = Prompt(ordinal=ordinal, tokens=np.array([2], np.int32), text="q", answer="yes")
     return prompt, tuple(
-        Response(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop")
-        for tokens in map(TOKENIZER.encode, texts)
+        Response(record=Tokens(tokens), finish_reason="stop") for tokens in map(TOKENIZER.encode, texts)
     )
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt, Response, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.rewards import grade_function, grade_group
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.text.tokenizers import ByteTokenizer
@@ -17,7 +18,7 @@ CAP = {"overlong": True, "max_response_tokens": 10, "buffer_tokens": 4}
 def response(text, *, ended=True):
     tokens = np.array([*TOKENIZER.encode(text), *[TOKENIZER.eos_id] * ended], np.int32)
     finish_reason = "stop" if ended else "length"
-    return Response(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason=finish_reason)
+    return Response(record=Tokens(tokens), finish_reason=finish_reason)
 
 
 def group(*responses, grade=EXACT, **options):

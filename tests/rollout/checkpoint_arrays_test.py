@@ -20,6 +20,7 @@ from dapo_jax.dapo.rollouts import (
     TurnSpan,
     Verdict,
 )
+from dapo_jax.dapo.tokens import VALUES, Tokens
 from dapo_jax.rollout.checkpoint_arrays import (
     drawn_arrays,
     drawn_of,
@@ -33,6 +34,7 @@ from dapo_jax.rollout.exchange import _answered, _as_json
 from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.round_sampler import Drawn
+from tests.dapo.tokens_test import FURTHER, numbered
 
 
 def prompt_at(ordinal):
@@ -74,7 +76,11 @@ def assert_equal(found, expected):
 
 
 def plain(pairs):
-    return {name: (value, value.dtype) if isinstance(value, np.ndarray) else value for name, value in pairs}
+    values = {name: value.arrays if isinstance(value, Tokens) else value for name, value in pairs}
+    return {
+        name: (value, value.dtype) if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }
 
 
 WHOLE = (Span(0, 0),)
@@ -84,8 +90,7 @@ def make_rollout(values, *, spans=WHOLE):
     tokens = np.arange(values["start"], values["start"] + values["length"], dtype=np.int32)
     return Rollout(
         response=Response(
-            tokens=tokens,
-            logprobs=-tokens.astype(np.float32) / np.float32(7),
+            record=Tokens(tokens, logprobs=-tokens.astype(np.float32) / np.float32(7)),
             finish_reason=values["finish_reason"],
             spans=spans,
             turns=(TurnSpan(0, values["length"]),) if values["verdict"].get("turn_rewards") else (),
@@ -154,7 +159,7 @@ def in_flight():
         for version in range(3) if one.ordinal < 2 else ():
             tokens = np.arange(place + 1, dtype=np.int32) + version
             request.version = version
-            request.append(tokens, -tokens.astype(np.float32))
+            request.append(Tokens(tokens, logprobs=-tokens.astype(np.float32)))
         if one == (1, 0):
             request.end_turn("stop")
             request.due, request.begun, request.contexts = 7, 2, (ContextSpan(1, 2),)
@@ -171,20 +176,13 @@ def test_responses_in_flight_survive_as_arrays():
     found = flight_of({"records": np.zeros(1), **arrays}, prompt_at)
     assert found.clock == given.clock
     assert found.responses.keys() == given.responses.keys()
-    # The driver of the rounds sets the numbers of the next round.
-    now = {"limit": 0, "target": 0, "version": 0}
-    assert_equal(
-        [replace(request, **now) for request in found.responses.values()],
-        [replace(request, **now) for request in given.responses.values()],
-    )
+    assert_equal(without_limits(found), without_limits(given))
     assert (flight_arrays(None), flight_of({}, prompt_at)) == ({}, None)
 
 
 parts = st.builds(
     lambda length, reason: Drawn(
-        tokens=np.arange(length, dtype=np.int32),
-        logprobs=-np.arange(length, dtype=np.float32) / 7,
-        finish_reason=reason,
+        record=Tokens(np.arange(length), logprobs=-np.arange(length) / 7), new=length, finish_reason=reason
     ),
     st.integers(0, 5),
     st.sampled_from([None, "stop", "length"]),
@@ -195,55 +193,45 @@ parts = st.builds(
 def test_the_new_tokens_of_a_round_survive_as_arrays(drawn):
     assert_equal(drawn_of(drawn_arrays(drawn)), drawn)
     packed, _ = pack_arrays(drawn_arrays(drawn))
-    assert len(packed) == 8 * len(drawn) + 8 * sum(len(part.tokens) for part in drawn)
+    assert len(packed) == 12 * len(drawn) + 8 * sum(len(part.record) for part in drawn)
 
 
-def recorded(*shape):
-    return np.random.default_rng(sum(shape)).integers(0, 8, (*shape, 2, 3), np.uint8)
-
-
-def test_records_of_experts_survive_as_arrays_and_a_prompts_only_once():
-    """Of responses that share the record of their prompt, that have another, or that have no record."""
-    prompt, other = recorded(2), recorded(2) + np.uint8(1)
+def test_all_values_of_tokens_survive_as_arrays_and_a_prompts_only_once(monkeypatch):
+    """Of responses that share the values of their prompt, that have other values, or that have none, with further values of each token."""
+    for name, value in FURTHER.items():
+        monkeypatch.setitem(VALUES, name, value)
+    prompt, again, other = (numbered(first, first + 2).processed for first in (5, 5, 6))
+    processed = ("routes", "load")
     given = [
-        replace(
-            Drawn(tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), finish_reason=None),
-            prompt_routes=of_prompt,
-            routes=own,
-        )
-        for of_prompt, own in (
-            (None, None), (prompt, recorded(3)), (prompt.copy(), recorded(5)), (None, recorded(1)), (prompt, recorded(0)),
-            (other, None), (None, None), (other, recorded(2)),
+        Drawn(record=numbered(2, 2 + count, *left_out), new=count, finish_reason=None, prompt_values=of_prompt)
+        for of_prompt, count, left_out in (
+            ({}, 3, processed), (prompt, 3, ()), (again, 5, ()), ({}, 1, ()), (prompt, 0, ()), (other, 3, processed), ({}, 3, processed), (other, 2, ()),
         )
     ]  # fmt: skip
     arrays = drawn_arrays(given)
     assert_equal(drawn_of(arrays), given)
-    assert len(arrays["routes"]) == 2 + 2 + 3 + 5 + 1 + 0 + 2, "two records of prompts"
+    assert len(arrays["routes"]) == 2 + 3 + 5 + 1 + 0 + 2 + 2, "two records of prompts"
     values = {"length": 3, "start": 2, "finish_reason": "stop", "text": "", "reward": 1.0, "overlong_penalty": 0.0, "verdict": {"correct": True}}  # fmt: skip
     plain = make_rollout(values)
     rollouts = [
-        replace(
-            plain,
-            response=replace(
-                plain.response,
-                prompt_routes=part.prompt_routes,
-                routes=None if part.routes is None else recorded(3),
-            ),
-        )
+        replace(plain, response=replace(plain.response, record=part.record, prompt_values=part.prompt_values))
         for part in given
     ]
     groups = [Group(prompt=prompt_at(at), rollouts=tuple(rollouts[4 * at : 4 * at + 4])) for at in range(2)]
     assert_equal(groups_of(group_arrays(groups), prompt_at), groups)
     brief, whole = groups_of(group_arrays(groups, whole=[False, True]), prompt_at)
-    assert brief.rollouts[1].response.routes is None
+    assert brief.rollouts[1].response.record.routes is None
     assert_equal([whole], groups[1:])
     flight = in_flight()
     for request, part in zip(flight.responses.values(), given[1:], strict=False):
-        request.routes, request.prompt_routes = recorded(len(request.tokens)), part.prompt_routes
-    found = flight_of(flight_arrays(flight), prompt_at)
-    for request, expected in zip(found.responses.values(), flight.responses.values(), strict=True):
-        np.testing.assert_equal(request.routes, expected.routes)
-        np.testing.assert_equal(request.prompt_routes, expected.prompt_routes)
+        request.record, request.prompt_values = part.record, part.prompt_values
+    restored = flight_of(flight_arrays(flight), prompt_at)
+    assert_equal(without_limits(restored), without_limits(flight))
+
+
+def without_limits(flight):
+    """The requests without the numbers that the driver of the rounds sets for the next round."""
+    return [replace(request, limit=0, target=0, version=0) for request in flight.responses.values()]
 
 
 def test_an_answer_of_an_environment_survives_as_json():

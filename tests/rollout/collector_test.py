@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
-from dapo_jax.dapo.rollouts import NO_ROUTE, Continuation, Group, Prompt, Rollout, Span, Standing, Verdict
-from dapo_jax.rollout.checkpoint_arrays import drawn_arrays, drawn_of
+from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Rollout, Span, Standing, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits
@@ -21,11 +21,7 @@ LIMITS = EpisodeLimits(max_turns=9, turn_tokens=0, episode_tokens=99, capacity=9
 
 
 def drawn(token, finish_reason=None):
-    return Drawn(
-        tokens=np.array([token], np.int32),
-        logprobs=np.array([-token], np.float32),
-        finish_reason=finish_reason,
-    )
+    return Drawn(record=Tokens([token], logprobs=[-token]), new=1, finish_reason=finish_reason)
 
 
 def prompt_at(ordinal):
@@ -296,7 +292,7 @@ def test_only_the_kept_responses_are_judged_and_trained_on():
         return replace(
             made,
             rollouts=tuple(
-                replace(one, response=replace(one.response, tokens=np.arange(index + 1, dtype=np.int32), logprobs=np.zeros(index + 1, np.float32)))
+                replace(one, response=replace(one.response, record=Tokens(np.arange(index + 1))))
                 for index, one in lengths
             ),
         )  # fmt: skip
@@ -324,37 +320,3 @@ def test_a_shortfall_counts_the_kept_responses():
     found = waves(lambda ordinal: "xx.", max_waves=1, best=shorter)
     with pytest.raises(ShortfallError, match=r"found 0 of the 2 .* 4 were all correct"):
         found.finish()
-
-
-def test_records_of_experts_from_another_process_belong_to_their_tokens():
-    """The record of prompt token i is i, and of response token i 10 + i. The last token of a round was not processed yet, so its record follows in the next round.
-
-    Round 1 samples tokens 0 and 1 and sends the records of the prompt, of token 0, and nothing for token 1. Round 2 samples token 2, and sends token 1's record.
-    """
-    nothing = NO_ROUTE
-
-    def records(*numbers):
-        return np.array(numbers, np.uint8).reshape(-1, 1, 1)
-
-    def part(tokens, prompt_routes, routes, reason=None):
-        zeros = np.zeros(tokens, np.float32)
-        how = {"prompt_routes": prompt_routes, "routes": routes}
-        return Drawn(tokens=zeros.astype(np.int32), logprobs=zeros, finish_reason=reason, **how)
-
-    prompt = Prompt(ordinal=0, tokens=np.array([2, 3, 4], np.int32), text="?", answer="!")
-    sizes = ClockSizes(in_flight=2, samples_per_prompt=2, needed=1, answer_rounds=0)
-    found = Collector.after(BEGIN, sizes, prompt_at=lambda ordinal: prompt, max_groups=99)
-    found.start()
-    of_prompt = records(0, 1, 2)
-    for parts in (
-        [part(2, of_prompt, records(10, nothing)), part(1, of_prompt, records(nothing), "stop")],
-        [part(1, None, records(11, nothing), "stop")],
-    ):
-        asked = [one for one in found.clock.in_flight() if found.draws(one)]
-        found.take(dict(zip(asked, drawn_of(drawn_arrays(parts)), strict=True)), here=())
-        found.end_round()
-    first, second = found.responses_to(0)
-    assert first.routes.ravel().tolist() == [10, 11, nothing]
-    assert second.routes.ravel().tolist() == [nothing]
-    for response in (first, second):
-        assert response.prompt_routes.ravel().tolist() == [0, 1, 2]

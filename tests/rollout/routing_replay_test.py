@@ -6,7 +6,7 @@ from rich.console import Console
 from dapo_jax.config import ConfigError, EnvironmentConfig, LoraConfig
 from dapo_jax.models.presets import Experts
 from dapo_jax.run import train
-from dapo_jax.run.updater_setup import recorded_routes
+from dapo_jax.run.updater_setup import recorded_values
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers.progress import Progress
 from tests.rollout.processes_test import GRADER, assert_the_same, trained
@@ -95,10 +95,10 @@ def test_more_experts_than_a_byte_can_number_are_refused(flying):
     most, more = (
         tiny_decoder_config(experts=Experts(count, 2, normalize=True), mlp_dim=16) for count in (255, 256)
     )
-    assert recorded_routes(flying(), most) == (2, 2)
+    assert recorded_values(flying(), most) == (("routes", (2, 2)),)
     with pytest.raises(ConfigError, match=r"at most 255 experts.* has 256: set rollout\.routing_replay=off"):
-        recorded_routes(flying(), more)
-    assert recorded_routes(flying(rollout__routing_replay="off"), more) is None
+        recorded_values(flying(), more)
+    assert recorded_values(flying(rollout__routing_replay="off"), more) == ()
 
 
 # Groups are sent as arrays, which tests/rollout/checkpoint_arrays_test.py checks.

@@ -31,6 +31,7 @@ from dapo_jax.config import (
     to_yaml,
 )
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.presets import Experts
 from dapo_jax.run import train
 from dapo_jax.run.learner import optimizer_of
@@ -229,8 +230,7 @@ def make_group(ordinal, verdicts, lengths=None, *, truncated=(), version=0, text
         graded = verdict if isinstance(verdict, Verdict) else Verdict(correct=verdict == "x")
         length = lengths[index] if lengths else 2 + index
         response = Response(
-            tokens=np.full(length, 5, np.int32),
-            logprobs=np.full(length, -1.0, np.float32),
+            record=Tokens(np.full(length, 5, np.int32), logprobs=np.full(length, -1.0, np.float32)),
             finish_reason="length" if index in truncated else "stop",
             spans=(Span(0, version),),
         )

@@ -18,7 +18,7 @@ def room_for(count, tokens):
     ids, floats = jnp.zeros((count, 1, tokens), jnp.int32), jnp.zeros((count, 1, tokens), jnp.float32)
     microbatches = Microbatch(
         tokens=ids, segment_ids=ids, prefix_ids=ids, previous=ids, positions=ids, mask=ids > 0, advantages=floats, weights=floats,
-        sampler_logprobs=floats, old_logprobs=floats, ref_logprobs=floats,
+        sampler_logprobs=floats, old_logprobs=floats, ref_logprobs=floats, recorded={},
     )  # fmt: skip
     return Stack(microbatches, np.int32(count - 1))
 

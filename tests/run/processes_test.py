@@ -74,6 +74,7 @@ from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.parallel import processes
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.run.guard import Guard, GuardError
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.rollout.collector import Collector, Position
@@ -92,7 +93,7 @@ def group(ordinal):
     # As after a wave: groups of other processes have no log-probabilities.
     mine = ordinal % 2 == index
     logprobs = np.full(3 if mine else 0, np.nan if ordinal == int(sys.argv[2]) else -1.0, np.float32)
-    response = Response(tokens=np.zeros(len(logprobs), np.int32), logprobs=logprobs, finish_reason="stop")
+    response = Response(record=Tokens(np.zeros(len(logprobs)), logprobs=logprobs), finish_reason="stop")
     rollout = Rollout(response=response, text="", verdict=Verdict(correct=False), reward=-1.0)
     return Group(prompt=Prompt(ordinal=ordinal, tokens=np.zeros(1, np.int32), text="", answer=""), rollouts=(rollout, rollout))
 

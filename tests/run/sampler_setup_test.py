@@ -6,12 +6,12 @@ from dataclasses import replace
 from itertools import islice
 
 import jax
-import numpy as np
 import pytest
 
 from dapo_jax.commands import sample
 from dapo_jax.config import EvalConfig, ModelConfig, RewardConfig, SamplingConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.rollout.response_sampler import TRAINING
 from dapo_jax.run.grader_setup import check_graders, grading
@@ -26,7 +26,7 @@ OPENED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 def graded(policy, text, stop, reward=None):
     tokens = policy.tokenizer.encode(text)
-    response = Response(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop")
+    response = Response(record=Tokens(tokens), finish_reason="stop")
     prompt = Prompt(ordinal=0, tokens=tokens[:1], text="1+1", answer="2")
     config = RewardConfig()
     graders = grading(config, policy, stop=stop, graders=check_graders(config, reward=reward))

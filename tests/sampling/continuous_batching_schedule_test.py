@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.pages import PageSizes
@@ -200,7 +201,7 @@ def test_a_preempted_response_goes_to_the_head_of_the_line():
     older, younger = (Request(prompt(ordinal), 0, limit=10) for ordinal in range(2))
     for request in (older, younger):
         assert slots.take(request, waiting) is not None
-        request.append(np.full(4, 2, np.int32), np.zeros(4, np.float32))
+        request.append(Tokens([2] * 4))
     slots.make_room(waiting)
     assert [request.prompt.ordinal for request in waiting] == [1, 2]
     assert [owner and owner.prompt.ordinal for owner in slots.owners] == [0, None]
@@ -216,7 +217,7 @@ def test_of_two_paused_responses_the_younger_is_preempted():
     for ordinal, target in enumerate((4, 4, 10)):
         request = Request(prompt(ordinal), 0, limit=10, target=target)
         assert slots.take(request, waiting) is not None
-        request.append(np.full(4, 2, np.int32), np.zeros(4, np.float32))
+        request.append(Tokens([2] * 4))
     slots.make_room(waiting)
     assert [owner and owner.prompt.ordinal for owner in slots.owners] == [0, None, 2]
 

@@ -121,9 +121,8 @@ def differences(sampled, temperature=1.0):
     asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
     rows = [
         Example(
-            prompt_tokens=context,
-            response_tokens=response.tokens[first:stop],
-            logprobs=response.logprobs[first:stop],
+            prompt=context,
+            response=response.record.cut(first, stop),
             sampled=response.sampled[first:stop],
         )
         for ordinal, responses in sampled.items()

@@ -44,7 +44,7 @@ def run(loop, at=lambda call: None, *, least_calls=0):
     while ended is not None or call < least_calls:
         at(call)
         ended, call = loop.step(), call + 1
-        found.update({id(each): each.tokens[: each.drawn].tolist() for each, _ in ended or ()})
+        found.update({id(each): each.record.ids.tolist() for each, _ in ended or ()})
     return found
 
 
@@ -137,7 +137,7 @@ def test_requests_are_sampled_with_their_own_options_and_keys(how, weights):
         engine = decoder_engine(8, **how)
         loop = loop_of(engine, [[each] for each in asked], params=weights)
         found = run(loop)
-        return [(found[id(each)], each.logprobs[: len(found[id(each)])].tobytes()) for each in asked]
+        return [(found[id(each)], each.record.logprobs.tobytes()) for each in asked]
 
     tokens = (3, 4, 5)
     own = partial(request, tokens=tokens, options=with_seed(5, temperature=0.9))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import ContextSpan, Continuation, Prompt, Span
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.sampling.requests import EpisodeLimits, Request
 
 LIMITS = EpisodeLimits(max_turns=3, turn_tokens=4, episode_tokens=20, capacity=24)
@@ -15,7 +16,7 @@ def request(prompt_tokens=4, *, version=0):
 
 
 def appended(made, *tokens):
-    made.append(np.array(tokens, np.int32), -np.array(tokens, np.float32))
+    made.append(Tokens(tokens, logprobs=-np.array(tokens)))
     return made
 
 
@@ -72,10 +73,10 @@ def test_the_present_context_is_the_last_one_that_began():
         appended(made, token).end_turn("stop")
         made.take_answer(before(context, new_context=True), LIMITS)
     appended(made, 7)
-    assert made.tokens[: made.drawn].tolist() == [5, 9, 9, 6, 9, 9, 9, 7]
+    assert made.record.ids.tolist() == [5, 9, 9, 6, 9, 9, 9, 7]
     assert made.contexts == (ContextSpan(1, 3), ContextSpan(4, 7))
     assert made.turns == ((0, 1), (3, 4))
-    assert made.sequence.tolist() == [9, 9, 9, 7]
+    assert made.context.ids.tolist() == [9, 9, 9, 7]
     assert (made.length, len(made.turns), made.begun, made.context_start) == (4, 2, 7, 4)
 
 
@@ -99,4 +100,4 @@ def test_a_copy_at_rest_shares_nothing():
     rest = made.rest()
     appended(made, 3)
     assert (rest.row, rest.prefix, rest.order, rest.drawn) == (None, None, -1, 2)
-    assert rest.tokens.tolist() == [1, 2]
+    assert rest.record.ids.tolist() == [1, 2]

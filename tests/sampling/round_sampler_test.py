@@ -43,17 +43,17 @@ class Flight:
         while self.left and len(self.going) < self.count:
             self.going.append(self.left.pop(0))
         found = sampler.draw(self.going, tokens)
-        self.parts.append([len(part.tokens) for part in found])
+        self.parts.append([part.new for part in found])
         for request, part in zip(self.going, found, strict=True):
             name = request.prompt.ordinal, request.index
             drawn = self.drawn.setdefault(name, ([], []))
-            drawn[0].extend(part.tokens.tolist())
-            drawn[1].extend(part.logprobs.tolist())
-            assert request.tokens[: request.drawn].tolist() == drawn[0]
+            drawn[0].extend(part.record.ids.tolist())
+            drawn[1].extend(part.record.logprobs.tolist())
+            assert request.record.ids.tolist() == drawn[0]
             if part.finish_reason is not None:
                 self.reasons[name] = part.finish_reason
             else:
-                assert len(part.tokens) == tokens, "a response that continues has the tokens of a whole round"
+                assert part.new == tokens, "a response that continues has the tokens of a whole round"
         self.going = [
             each for each, part in zip(self.going, found, strict=True) if part.finish_reason is None
         ]

@@ -1,10 +1,12 @@
-"""The sampler records the experts that it chooses, each at its token, and the trainer that uses the record computes the sampler's log-probabilities.
+"""The sampler records the experts that it chooses, each at its token, and the trainer that uses the record computes the sampler's log-probabilities. Two further values
+of each token go the same way, without a line in the library that names them.
 
 In float32, the trainer's own choices are the sampler's, so a record at another token would show as flipped choices.
 """
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +15,8 @@ from flax import nnx
 
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.metrics import to_scalars
-from dapo_jax.dapo.rollouts import NO_ROUTE, Continuation
+from dapo_jax.dapo.rollouts import Continuation
+from dapo_jax.dapo.tokens import NO_ROUTE, VALUES, Tokens, TokenValue, join
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
@@ -21,12 +24,13 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.parallel.weights import WeightTransfer
-from dapo_jax.rollout.checkpoint_arrays import drawn_arrays, drawn_of
+from dapo_jax.rollout.checkpoint_arrays import drawn_arrays, drawn_of, flight_arrays, flight_of
 from dapo_jax.rollout.collector import Collector
 from dapo_jax.rollout.virtual_clock import ClockSizes, VirtualClock
 from dapo_jax.sampling.continuous_batching import limits_of
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.interface import ResultTokens
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.round_sampler import RoundSampler
@@ -49,14 +53,62 @@ from tests.sampling.continuous_batching_test import (
 from tests.sampling.turns_test import Appending, anew, two_more
 
 LAYERS, CHOSEN = 2, 3
+RECORDED = (("routes", (LAYERS, CHOSEN)), ("doubled", ()), ("total", (LAYERS,)))
 CONFIG = tiny_decoder_config(
     layers=LAYERS, experts=Experts(count=8, chosen=CHOSEN, normalize=True), mlp_dim=16, qk_norm="head"
 )
 
 
+FURTHER = {
+    "doubled": TokenValue(dtype=np.float32, blank=1.0),
+    "total": TokenValue(dtype=np.int16, blank=-1, processed=True),
+}
+"""Twice the log-probability of a sampled token, and the sum of the numbers of a token's experts in each layer."""
+
+
+@pytest.fixture(autouse=True)
+def further_values(monkeypatch):
+    for name, value in FURTHER.items():
+        monkeypatch.setitem(VALUES, name, value)
+
+
+def total_of(routes):
+    return np.where(routes[..., 0] == NO_ROUTE, -1, routes.astype(np.int16).sum(-1))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class FurtherResults(ResultTokens):
+    doubled: Any
+    total: Any
+
+
+class FurtherEngine(DecoderEngine):
+    """An engine that records the further values."""
+
+    def prefill(self, *prompts, **how):
+        for finished in super().prefill(*prompts, **how):
+            for _, prefix, _ in finished:
+                object.__setattr__(prefix, "total", [total_of(routes) for routes in prefix.routes])
+            yield finished
+
+    def generate(self, *given, **how):
+        state, result = super().generate(*given, **how)
+        doubled, total = 2 * np.asarray(result.logprobs), total_of(np.asarray(result.routes))
+        return state, FurtherResults(**vars(result), doubled=doubled, total=total)
+
+
+def assert_further(record, sampled=slice(None)):
+    """Each further value is at the token of the value from which it was computed, and blank at all other tokens."""
+    doubled = np.full(len(record), 1.0, np.float32)
+    doubled[sampled] = 2 * record.logprobs[sampled]
+    np.testing.assert_array_equal(record.arrays["doubled"], doubled)
+    np.testing.assert_array_equal(record.arrays["total"], total_of(record.routes))
+
+
 @functools.cache
 def engine_of(slots, steps=8, **how):
-    return DecoderEngine(
+    return FurtherEngine(
         CONFIG, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], mesh=one_device(),
         records_routes=True, **how,
     )  # fmt: skip
@@ -81,12 +133,7 @@ def examples_of(sampled):
     asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
     return [
         Example(
-            prompt_tokens=context,
-            response_tokens=response.tokens[first:stop],
-            logprobs=response.logprobs[first:stop],
-            sampled=response.sampled[first:stop],
-            prompt_routes=response.routes[first - len(context) : first] if first else response.prompt_routes,
-            routes=response.routes[first:stop],
+            prompt=context, response=response.record.cut(first, stop), sampled=response.sampled[first:stop]
         )
         for ordinal, responses in sampled.items()
         for response in responses
@@ -99,18 +146,24 @@ def updater_of(replays=True, mesh=None, **how):
     how["layout"] = layout_of(mesh or one_device())
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), **how)))
     options = UpdateOptions(
-        logprob_chunk_vocab=100, old_logprobs="trainer", routes=(LAYERS, CHOSEN) if replays else None
+        logprob_chunk_vocab=100,
+        old_logprobs="trainer",
+        recorded=RECORDED if replays else (),
     )
     return Updater(graph, shapes_of(CONFIG), make_optimizer(), mesh or one_device(), options=options)
 
 
 def trained(rows, *, seed=0, mesh=None, **how):
     """(sampler's minus trainer's log-probabilities of a scoring pass, metrics of an update) of packed rows."""
-    updater = updater_of(replays=rows[0].routes is not None, mesh=mesh, **how)
+    updater = updater_of(replays=rows[0].response.routes is not None, mesh=mesh, **how)
     params = tiny_params(CONFIG, seed=seed)
     params = params if mesh is None else jax.device_put(params, shardings(params, mesh))
     state = init_state(params, make_optimizer(), mesh or one_device())
     packed = pack(rows, np.ones(len(rows)), row_tokens=40, rows_per_microbatch=24, spread=2 if mesh else 1)
+    for m in packed if "total" in packed[0].recorded else ():
+        np.testing.assert_array_equal(m.recorded["total"], total_of(m.recorded["routes"]))
+        np.testing.assert_array_equal(m.recorded["doubled"][m.mask], 2 * m.sampler_logprobs[m.mask])
+        assert (m.recorded["doubled"][~m.mask & (m.sampler_logprobs == 0)] == 1.0).all()
     _, [second] = updater.prepare(state, [packed, packed])
     m = jax.device_get(second.microbatches)
     _, metrics = updater.update(state, (second,), learning_rate=0.0, first=True)
@@ -120,14 +173,15 @@ def trained(rows, *, seed=0, mesh=None, **how):
 def assert_recorded(sampled, *, ends=True):
     """Each token has three different experts in each layer. The last token of a response has no record."""
     for response in all_of(sampled):
-        routes = response.routes
+        routes = response.record.routes
         assert routes.dtype == np.uint8
         assert routes.shape == (len(response.tokens), LAYERS, CHOSEN)
         assert (routes[-1] == NO_ROUTE).all()
+        assert_further(response.record, response.sampled)
         known = (
             routes[:-1]
-            if response.prompt_routes is None
-            else np.concatenate([response.prompt_routes, routes[:-1]])
+            if not response.prompt_values
+            else np.concatenate([response.prompt_values["routes"], routes[:-1]])
         )
         if ends:
             assert (known < 8).all()
@@ -175,8 +229,8 @@ def test_slots_and_preemption_change_no_record():
     )
     for ordinal, responses in one.items():
         for a, b in zip(responses, other[ordinal], strict=True):
-            np.testing.assert_array_equal(a.routes, b.routes)
-            np.testing.assert_array_equal(a.prompt_routes, b.prompt_routes)
+            assert a.record.routes.tolist() == b.record.routes.tolist()
+            np.testing.assert_equal(a.prompt_values, b.prompt_values)
 
 
 @pytest.mark.parametrize("answer", [two_more, anew], ids=["appended", "new contexts"])
@@ -188,16 +242,18 @@ def test_tokens_of_environments_and_the_last_tokens_of_turns_have_records(answer
     metrics = assert_the_trainers(sampled)
     examples = examples_of(sampled)
     for one in examples:
-        assert (one.routes[:-1] < 8).all(), "only the last token of a context has no record"
+        assert (one.response.routes[:-1] < 8).all(), "only the last token of a context has no record"
     assert metrics["routing/no_record_frac"] > 0
 
 
-def altered(routes, seed=0):
-    """Other experts in the place of the recorded ones, for a quarter of all tokens and layers."""
-    rng = np.random.default_rng(seed)
+def altered(row, seed=0):
+    """Other experts in the place of the recorded ones, for a quarter of all response tokens and layers."""
+    rng, routes = np.random.default_rng(seed), row.response.routes
     others = np.stack([rng.permutation(8)[:CHOSEN] for _ in range(routes[..., 0].size)]).reshape(routes.shape)
     change = (rng.random(routes.shape[:2]) < 0.25)[..., None] & (routes != NO_ROUTE)
-    return np.where(change, others, routes).astype(np.uint8)
+    routes = np.where(change, others, routes)
+    values = {**row.response.arrays, "routes": routes, "total": total_of(routes)}
+    return replace(row, response=Tokens(**values))
 
 
 # Slow: compiles another update. `test_records_are_the_trainers_choices` rematerializes, too.
@@ -205,7 +261,7 @@ def altered(routes, seed=0):
 def test_altered_records_are_used_in_scoring_and_in_the_update(how):
     """As a direct call of the decoder for each response alone does, to 2e-5."""
     sampled = sampled_by(engine_of(8), 0, 1, 2, 3, 4)
-    rows = [replace(one, routes=altered(one.routes, at)) for at, one in enumerate(examples_of(sampled))]
+    rows = [altered(one, at) for at, one in enumerate(examples_of(sampled))]
     differences, metrics = trained(rows, **how)
     assert np.abs(differences).max() > 0.01
     assert metrics["sync/logprob_diff_max"] == pytest.approx(np.abs(differences).max(), abs=2e-5)
@@ -215,15 +271,14 @@ def test_altered_records_are_used_in_scoring_and_in_the_update(how):
     expected = []
     call = jax.jit(lambda *arrays: decoder.ends.logits(decoder(*arrays)[0]))
     for one in rows:
-        whole = np.concatenate([one.prompt_tokens, one.response_tokens])
-        record = np.concatenate([one.prompt_routes, one.routes])
+        whole = join([one.prompt, one.response])
         tokens, positions = np.zeros((1, 24), np.int32), np.arange(24, dtype=np.int32)[None]
         routes = np.full((1, 24, LAYERS, CHOSEN), NO_ROUTE, np.uint8)
-        tokens[0, : len(whole)], routes[0, : len(whole)] = whole, record
+        tokens[0, : len(whole)], routes[0, : len(whole)] = whole.ids, whole.routes
         segments = (positions < len(whole)).astype(np.int32)
         logprobs = jax.nn.log_softmax(call(tokens, positions, segments, segments, routes))[0]
-        places = np.arange(len(one.prompt_tokens), len(whole))
-        expected.append(one.logprobs - np.asarray(logprobs)[places - 1, whole[places]])
+        places = np.arange(len(one.prompt), len(whole))
+        expected.append(one.response.logprobs - np.asarray(logprobs)[places - 1, whole.ids[places]])
     np.testing.assert_allclose(np.sort(differences), np.sort(np.concatenate(expected)), rtol=0, atol=2e-5)
 
 
@@ -231,10 +286,7 @@ def test_altered_records_are_used_in_scoring_and_in_the_update(how):
 @pytest.mark.slow
 def test_a_mesh_uses_the_same_records():
     """Two rows at a time, each split over context, with the experts over fsdp and each expert over tensor: as one device, and the same metrics."""
-    rows = [
-        replace(one, routes=altered(one.routes, at))
-        for at, one in enumerate(examples_of(sampled_by(engine_of(8), 0, 1, 2, 3, 4)))
-    ]
+    rows = [altered(one, at) for at, one in enumerate(examples_of(sampled_by(engine_of(8), 0, 1, 2, 3, 4)))]
     mesh = make_mesh(data=1, fsdp=2, tensor=2, context=2)
     (found, measured), (expected, like) = trained(rows, mesh=mesh), trained(rows)
     np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=0, atol=2e-5)
@@ -254,7 +306,7 @@ def test_responses_in_flight_keep_their_records_when_the_weights_change():
     asked = prompts(1, 2)
     going = [Request(prompt, index, 0) for prompt in asked for index in range(GROUP)]
     rounds_of(0).draw(going, 5)
-    before = [request.routes_from(0) for request in going]
+    before = [request.record.copy().routes for request in going]
     going = [request.rest() for request in going if request.drawn == 5]
     for request in going:
         request.version = 1
@@ -262,21 +314,18 @@ def test_responses_in_flight_keep_their_records_when_the_weights_change():
     assert len(going) > 6
     rows, kept = [], [each for each in before if len(each) == 5][: len(going)]
     for request, old in zip(going, kept, strict=True):
-        np.testing.assert_array_equal(request.routes[:4], old[:4])
+        np.testing.assert_array_equal(request.record.routes[:4], old[:4])
         rows.append(
             Example(
-                prompt_tokens=request.prompt.tokens,
-                response_tokens=request.tokens[: request.drawn],
-                logprobs=request.logprobs[: request.drawn],
-                prompt_routes=request.prompt_routes,
-                routes=request.routes_from(0),
+                prompt=Tokens(request.prompt.tokens, **request.prompt_values),
+                response=request.record,
                 sampled=np.arange(request.drawn) >= 5,
             )
         )
     differences, metrics = trained(rows, seed=1)
     assert np.abs(differences).max() <= 2e-5
     assert metrics["routing/flipped_frac"] > 0.05, "new weights choose other experts"
-    free = [replace(row, routes=None, prompt_routes=None) for row in rows]
+    free = [replace(row, prompt=row.prompt.sampled, response=row.response.sampled) for row in rows]
     assert np.abs(trained(free, seed=1)[0]).max() > 1e-3
 
 
@@ -313,14 +362,15 @@ def test_other_processes_get_the_records_of_a_round():
         answer()
         for one, request in here.responses.items():
             other = there.responses[one]
-            np.testing.assert_array_equal(other.tokens[: other.drawn], request.tokens[: request.drawn])
-            for found, expected in zip(
-                (other.routes_from(0), other.prompt_routes),
-                (request.routes_from(0), request.prompt_routes),
-                strict=True,
-            ):
-                np.testing.assert_array_equal(found, expected)
-            seen[one].append(request.recorded)
+            np.testing.assert_equal(other.record.arrays, request.record.arrays)
+            np.testing.assert_equal(other.prompt_values, request.prompt_values)
+            assert_further(request.record, request.record.logprobs != 0)
+            seen[one].append(request.record.settled)
         for collector in (here, there):
             collector.end_round()
+    # A checkpoint between two steps has the same records.
+    restored = flight_of(flight_arrays(here.going_on()), asked.__getitem__)
+    for one, request in restored.responses.items():
+        np.testing.assert_equal(request.record.arrays, here.responses[one].record.arrays)
+        np.testing.assert_equal(request.prompt_values, here.responses[one].prompt_values)
     assert all(counts[-1] > counts[0] for counts in seen.values())

@@ -197,9 +197,9 @@ def test_a_new_context_is_all_that_the_next_turn_follows(expected_anew):
             assert response.contexts == ((ContextSpan(0, 2), anew) if index == 2 else (anew,))
             assert response.tokens[begins - 3 : begins].tolist() == [2 + ordinal, 9, 2 + index]
             first, second = response.parts(np.array([1], np.int32))
-            assert first.context.tolist() == ([4, 4 + ordinal] if index == 2 else [1])
+            assert first.context.ids.tolist() == ([4, 4 + ordinal] if index == 2 else [1])
             assert (first.first, first.stop) == (2 if index == 2 else 0, begins - 3)
-            assert (second.context.tolist(), second.first, second.stop) == (
+            assert (second.context.ids.tolist(), second.first, second.stop) == (
                 [2 + ordinal, 9, 2 + index],
                 begins,
                 len(response.tokens),

@@ -20,6 +20,7 @@ from flax import nnx
 pytest.importorskip("aiohttp", reason="needs the extra http")
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
@@ -142,9 +143,7 @@ def trained(examples, *, params=0, temperature=1.0):
     updater = updater_at(temperature)
     state, found = init_state(PARAMS[params], make_optimizer(), MESH), []
     for prompt, response in examples:
-        prompt_tokens, response_tokens = np.array(prompt, np.int32), np.array(response, np.int32)
-        zeros = np.zeros(len(response), np.float32)
-        row = Example(prompt_tokens=prompt_tokens, response_tokens=response_tokens, logprobs=zeros)
+        row = Example(prompt=Tokens(prompt), response=Tokens(response))
         packed = pack([row], np.ones(1), row_tokens=LONGEST + LIMIT, rows_per_microbatch=1)
         [second] = updater.prepare(state, [packed, packed])[1]  # it scores the second minibatch of a step
         batch = jax.device_get(second.microbatches)

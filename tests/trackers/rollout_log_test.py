@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, TurnSpan, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.evaluation import problem_record
 from dapo_jax.rewards.grading import NOT_GRADED
 from dapo_jax.storage import path_of
@@ -27,8 +28,9 @@ from dapo_jax.trackers.rollout_log import (
 def rollout(text, *, correct, penalty=0.0, finish_reason="stop", extracted="34", logprobs=(-0.5, -0.1234567)):
     return Rollout(
         response=Response(
-            tokens=np.arange(len(logprobs), dtype=np.int32) + 5,
-            logprobs=np.array(logprobs, np.float32),
+            record=Tokens(
+                np.arange(len(logprobs), dtype=np.int32) + 5, logprobs=np.array(logprobs, np.float32)
+            ),
             finish_reason=finish_reason,
         ),
         text=text,
@@ -190,7 +192,7 @@ def test_the_text_view_marks_the_lines_of_the_environment():
     """The environment wrote tokens 0 to 2 and 4; the policy tokens 3 and 5. Without turns, the text is as graded."""
     [one, other] = group().rollouts
     response = Response(
-        tokens=np.array(list(b"q\n:7>8"), np.int32), logprobs=np.zeros(6, np.float32), finish_reason="stop",
+        record=Tokens(np.array(list(b"q\n:7>8"), np.int32)), finish_reason="stop",
         turns=(TurnSpan(3, 4), TurnSpan(5, 6)),
     )  # fmt: skip
     played = replace(group(), rollouts=(replace(one, response=response), other))

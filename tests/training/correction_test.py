@@ -15,6 +15,7 @@ import pytest
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.corrections import with_effective_share
 from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.training_layout import layout_of
@@ -143,9 +144,10 @@ class Batch:
         """Returns microbatches of two rows of 48 tokens."""
         examples = [
             Example(
-                prompt_tokens=prompt,
-                response_tokens=response,
-                logprobs=self.sampler[row, len(prompt) : len(prompt) + len(response)],
+                prompt=Tokens(prompt),
+                response=Tokens(
+                    response, logprobs=self.sampler[row, len(prompt) : len(prompt) + len(response)]
+                ),
                 advantage=float(self.advantages[row]),
                 in_loss=bool(self.in_loss[row]),
                 group=row // 4,

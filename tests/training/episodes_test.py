@@ -14,6 +14,7 @@ from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.batching import example_weights, training_examples, turn_advantages
 from dapo_jax.dapo.corrections import importance_weights
 from dapo_jax.dapo.rollouts import ContextSpan, Group, Prompt, Response, Rollout, TurnSpan, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.training.row_packing import pack
@@ -60,7 +61,10 @@ def episode(rng, prompt, *, fresh=0.0):
         whole = np.concatenate([context, tokens[first:stop]])[None]
         recorded[first:stop] = exact_logprobs(OLDER[0], whole)[0, len(context) :]
     response = Response(
-        tokens=tokens, logprobs=recorded, finish_reason="stop", turns=tuple(turns), contexts=tuple(contexts)
+        record=Tokens(tokens, logprobs=recorded),
+        finish_reason="stop",
+        turns=tuple(turns),
+        contexts=tuple(contexts),
     )
     verdict = Verdict(correct=sum(rewards) > 0, score=sum(rewards), turn_rewards=rewards)
     return Rollout(response=response, text="", verdict=verdict, reward=sum(rewards))
@@ -188,7 +192,8 @@ def test_recorded_logprobs_of_the_environment_change_no_bit():
     given = groups(3)
 
     def garbage(response):
-        return replace(response, logprobs=np.where(response.sampled, response.logprobs, np.float32(-7.5)))
+        logprobs = np.where(response.sampled, response.logprobs, np.float32(-7.5))
+        return replace(response, record=Tokens(response.tokens, logprobs=logprobs))
 
     found = gradient(packed(changed(given, garbage)))
     for name, leaf in gradient(packed(given)).items():
@@ -201,12 +206,11 @@ def test_tokens_of_the_environment_matter_only_as_context():
     def other_end(response):
         tokens = response.tokens.copy()
         tokens[response.turns[-1].stop :] = 2 + (tokens[response.turns[-1].stop :] - 1) % 18
-        return replace(response, tokens=tokens)
+        return replace(response, record=Tokens(tokens, logprobs=response.logprobs))
 
     def other_answers(response):
-        return replace(
-            response, tokens=np.where(response.sampled, response.tokens, 2 + (response.tokens - 1) % 18)
-        )
+        tokens = np.where(response.sampled, response.tokens, 2 + (response.tokens - 1) % 18)
+        return replace(response, record=Tokens(tokens, logprobs=response.logprobs))
 
     assert any((other_end(r.response).tokens != r.response.tokens).any() for g in given for r in g.rollouts)
     plain, at_end, before = (
@@ -247,7 +251,7 @@ def test_keep_responses_judges_the_part_after_each_context_separately():
     """Two turns of two tokens, the second in a new context. Ratios 2, 1/2 have the mean 1 and are kept; 4, 4 are beyond the range. Over all four
     tokens the mean would be 2, and the whole episode left out."""
     response = Response(
-        tokens=np.array([5, 6, 7, 5, 6], np.int32), logprobs=np.zeros(5, np.float32), finish_reason="stop",
+        record=Tokens(np.array([5, 6, 7, 5, 6], np.int32)), finish_reason="stop",
         turns=(TurnSpan(0, 2), TurnSpan(3, 5)), contexts=(ContextSpan(2, 3),),
     )  # fmt: skip
     prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
@@ -268,7 +272,7 @@ def group_of(*rewards, scores=None, penalties=None):
         tokens = np.arange(2, 2 + 2 * len(each)).astype(np.int32)
         turns = tuple(TurnSpan(2 * k, 2 * k + 1) for k in range(len(each)))
         response = Response(
-            tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop", turns=turns
+            record=Tokens(tokens), finish_reason="stop", turns=turns
         )  # fmt: skip
         score, penalty = scores[index] if scores else sum(each), penalties[index] if penalties else 0.0
         verdict = Verdict(correct=True, score=score, turn_rewards=each)

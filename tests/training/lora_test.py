@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from dapo_jax.dapo.batching import Example
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.decoder import REMAT_POLICIES, graph_of, unstacked
 from dapo_jax.models.lora import lora_shape, parted, put_together
 from dapo_jax.parallel.mesh import make_mesh
@@ -49,7 +50,7 @@ def rollouts():
             logprobs = rng.normal(-3.5, 0.5, len(response)).astype(np.float32)
             advantage = float(np.float32(rng.normal(0.5, 1.0)))
             found.append(
-                Example(prompt_tokens=prompt, response_tokens=response, logprobs=logprobs, advantage=advantage, group=group)
+                Example(prompt=Tokens(prompt), response=Tokens(response, logprobs=logprobs), advantage=advantage, group=group)
             )  # fmt: skip
     return found
 
@@ -57,13 +58,13 @@ def rollouts():
 @cache
 def table():
     """Returns tokens, the mask of responses, and the other policy's log-probabilities, each [24, longest]."""
-    rows = [np.array([*each.prompt_tokens, *each.response_tokens]) for each in rollouts()]
+    rows = [np.array([*each.prompt.ids, *each.response.ids]) for each in rollouts()]
     shape = (24, max(map(len, rows)))
     tokens, sampled, logprobs = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape)
     for row, (each, both) in enumerate(zip(rollouts(), rows, strict=True)):
         tokens[row, : len(both)] = both
-        sampled[row, len(each.prompt_tokens) : len(both)] = True
-        logprobs[row, sampled[row]] = each.logprobs
+        sampled[row, len(each.prompt.ids) : len(both)] = True
+        logprobs[row, sampled[row]] = each.response.logprobs
     return tokens, sampled, logprobs
 
 
@@ -102,7 +103,7 @@ def by_the_chain_rule():
 
 def microbatches(*, packed):
     """Returns microbatches with packed rows of 48 tokens and shared prompts, or with one response per row."""
-    weights = np.full(24, 1.0 / sum(len(each.response_tokens) for each in rollouts()))
+    weights = np.full(24, 1.0 / sum(len(each.response.ids) for each in rollouts()))
     how = {"row_tokens": 48, "rows_per_microbatch": 8}
     if packed:
         return pack(rollouts(), weights, **how)

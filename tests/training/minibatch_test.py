@@ -4,16 +4,13 @@ import jax
 import numpy as np
 
 from dapo_jax.dapo.batching import Example
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.training.minibatch import MinibatchTransfer
 from dapo_jax.training.row_packing import pack
 
 
 def microbatches(count, row_tokens):
-    row = Example(
-        prompt_tokens=np.array([5], np.int32),
-        response_tokens=np.array([6, 7], np.int32),
-        logprobs=np.array([-1.0, -2.0], np.float32),
-    )
+    row = Example(prompt=Tokens([5]), response=Tokens([6, 7], logprobs=[-1.0, -2.0]))
     return pack(
         [row] * count, np.ones(count), row_tokens=row_tokens, rows_per_microbatch=1, share_prompts=False
     )
@@ -28,11 +25,7 @@ def test_the_unused_capacity_of_a_stack_is_zero():
     [[stack]] = placing().put([parts])
     assert stack.count == 3
     assert stack.microbatches.tokens.shape == (4, 1, 4)
-    for name, whole in vars(stack.microbatches).items():
-        each = [getattr(part, name) for part in parts]
-        if name in ("noise", "selected", "teacher_logprobs", "routes"):
-            assert [whole, *each] == [None] * 4
-            continue
+    for whole, *each in zip(*map(jax.tree.leaves, (stack.microbatches, *parts)), strict=True):
         np.testing.assert_array_equal(whole[:3], each)
         assert whole.dtype == each[0].dtype
         assert not np.asarray(whole[3]).any()

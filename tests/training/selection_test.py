@@ -12,6 +12,7 @@ from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.objectives import kl_cov_loss, wanted
 from dapo_jax.dapo.selections import SELECTIONS
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.training_layout import layout_of
@@ -40,9 +41,8 @@ def examples(count=24, seed=0):
         response = rng.integers(2, CONFIG.vocab_size, rng.integers(4, 21)).astype(np.int32)
         made.append(
             Example(
-                prompt_tokens=rng.integers(2, CONFIG.vocab_size, 5).astype(np.int32),
-                response_tokens=response,
-                logprobs=rng.normal(-4.0, 0.5, len(response)).astype(np.float32),
+                prompt=Tokens(rng.integers(2, CONFIG.vocab_size, 5).astype(np.int32)),
+                response=Tokens(response, logprobs=rng.normal(-4.0, 0.5, len(response)).astype(np.float32)),
                 advantage=float(rng.normal()),
                 in_loss=index != 3,
                 noise=rng.random(len(response)).astype(np.float32),

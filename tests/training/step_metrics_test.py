@@ -7,6 +7,7 @@ import pytest
 
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.training.step_metrics import rollout_metrics
 
 NOW = (Span(0, 3),)
@@ -17,8 +18,7 @@ def make_group(*responses, spans=NOW):
     rollouts = tuple(
         Rollout(
             response=Response(
-                tokens=np.zeros(tokens, np.int32),
-                logprobs=np.zeros(tokens, np.float32),
+                record=Tokens(np.zeros(tokens, np.int32)),
                 finish_reason="length" if truncated else "stop",
                 spans=spans,
             ),

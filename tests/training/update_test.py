@@ -15,6 +15,7 @@ from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.losses import dapo_loss, supervised_loss
 from dapo_jax.dapo.metrics import Max, Mean, to_scalars
 from dapo_jax.dapo.objectives import OBJECTIVES as BUILT_IN
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -42,9 +43,8 @@ def make_rows(count=8, seed=0):
     for index in range(count):
         response = rng.integers(2, CONFIG.vocab_size, rng.integers(5, 13)).astype(np.int32)
         row = Example(
-            prompt_tokens=rng.integers(2, CONFIG.vocab_size, 4).astype(np.int32),
-            response_tokens=response,
-            logprobs=rng.normal(-3.0, 0.5, len(response)).astype(np.float32),
+            prompt=Tokens(rng.integers(2, CONFIG.vocab_size, 4).astype(np.int32)),
+            response=Tokens(response, logprobs=rng.normal(-3.0, 0.5, len(response)).astype(np.float32)),
             advantage=float(rng.normal()),
             in_loss=index != 3,
         )
@@ -206,7 +206,7 @@ def test_the_gradient_does_not_depend_on_packing_or_microbatches(
 
 def test_shared_prompts_do_not_change_the_gradient(sampler_updater):
     """Rows of 16 tokens hold one response each. A row of 128 holds all: the prompt is computed once instead of 8 times."""
-    rows = [replace(row, prompt_tokens=ROWS[0].prompt_tokens) for row in ROWS]
+    rows = [replace(row, prompt=ROWS[0].prompt) for row in ROWS]
     apart, shared = packed(rows), packed(rows, row_tokens=128, per=1)
     assert len(shared) == 1
     assert (shared[0].segment_ids > 0).sum() == (apart[0].segment_ids > 0).sum() - 7 * 4
@@ -323,6 +323,10 @@ def test_an_objective_receives_the_arrays_that_it_asks_for():
         make_updater(objective=shows)
 
 
+def with_logprobs(row, logprobs):
+    return replace(row, response=Tokens(row.response.ids, logprobs=logprobs))
+
+
 def test_off_policy_responses_are_dropped_from_the_objective_but_not_from_the_kl():
     """The objective only sums its weights. The sampler of every second response is 1 nat per token away from the policy."""
 
@@ -334,7 +338,7 @@ def test_off_policy_responses_are_dropped_from_the_objective_but_not_from_the_kl
     [m] = packed()
     logprobs = np.asarray(jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens)))
     rows = [
-        replace(row, logprobs=logprobs[line, 4 : 4 + len(row.response_tokens)] + np.float32(line % 2))
+        with_logprobs(row, logprobs[line, 4 : 4 + len(row.response)] + np.float32(line % 2))
         for line, row in enumerate(ROWS)
     ]
     options = {
@@ -343,7 +347,7 @@ def test_off_policy_responses_are_dropped_from_the_objective_but_not_from_the_kl
         "kl_coef": 0.5,
     }
     state, scalars = step(make_updater(**options, drop_off_policy=0.5), fresh(), packed(rows))
-    lengths = np.array([len(row.response_tokens) * row.in_loss for row in rows])
+    lengths = np.array([len(row.response.ids) * row.in_loss for row in rows])
     dropped = np.array([line % 2 == 1 and row.advantage < 0 for line, row in enumerate(rows)])
     assert 0 < lengths[dropped].sum() < lengths.sum()
     assert scalars["importance/dropped_frac"] == pytest.approx(
@@ -365,13 +369,13 @@ def test_importance_weights_are_capped(probe_updater):
     """pi_old / pi_sampler is 0.5 for one response and 3, capped at 2, for another with as many tokens. With weight w per token, the weights add up to
     n w (0.5 + 2)."""
     n, w = 6, 0.125
-    tokens, blank = np.arange(2, 2 + n, dtype=np.int32), np.zeros(n, np.float32)
-    rows = [replace(row, response_tokens=tokens, logprobs=blank) for row in ROWS[:2]]
+    tokens = np.arange(2, 2 + n, dtype=np.int32)
+    rows = [replace(row, response=Tokens(tokens)) for row in ROWS[:2]]
     state = fresh()
     _, scored = probe_updater.prepare(state, [packed(), packed(rows, np.full(2, w))])
     old = np.asarray(scored[0].microbatches.old_logprobs[0])
     rows = [
-        replace(row, logprobs=(old[line, 4 : 4 + n] - np.log(ratio)).astype(np.float32))
+        with_logprobs(row, old[line, 4 : 4 + n] - np.log(ratio))
         for line, (row, ratio) in enumerate(zip(rows, (0.5, 3.0), strict=True))
     ]
     _, scalars = step(probe_updater, state, packed(rows, np.full(2, w)), first=True)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, TurnSpan, Verdict
+from dapo_jax.dapo.tokens import Tokens
 from tests.run.keys.watching import echoes, watch
 
 GUESS = {"environment.source": "guess"}
@@ -23,8 +24,7 @@ def advantages_of_turns(look):
 
     def rollout(rewards):
         response = Response(
-            tokens=np.array([3, 4, 5], np.int32),
-            logprobs=np.zeros(3, np.float32),
+            record=Tokens(np.array([3, 4, 5], np.int32)),
             finish_reason="stop",
             turns=(TurnSpan(0, 1), TurnSpan(2, 3)),
         )

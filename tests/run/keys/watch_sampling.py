@@ -150,17 +150,17 @@ def first_answer(look):
 
 
 def recorded(look):
-    """Layers and experts per token in the records of minibatches, and whether the engine records them."""
+    """The values in minibatches, with layers and experts per token, and whether the engine records them."""
     look.run()
-    return look.updates.options.routes, look.engine.records_routes
+    return look.updates.options.recorded, look.engine.records_routes
 
 
 WATCHERS = [
     watch(
         "rollout.routing_replay",
         recorded,
-        ("off", (None, False)),
-        ("sampler", ((1, 2), True)),
+        ("off", ((), False)),
+        ("sampler", ((("routes", (1, 2)),), True)),
         also={**MICRO, "model.source": "preset:micro_moe"},
     ),
     # With 8: groups 0 and 1 at first, then 2, then 3 and half of 4. With 4: 0, half of 1 after a round, all of it and half of 2 after two, the rest of 2 after three,
