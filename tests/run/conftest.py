@@ -41,6 +41,7 @@ from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers.progress import Progress
+from dapo_jax.trackers.rollout_log import read_rollouts
 from dapo_jax.training.state import TrainState
 from tests.text.folders import files_of
 
@@ -278,3 +279,34 @@ def same_run():
         assert learnt(found.metrics) == learnt(expected.metrics)
 
     return check
+
+
+def assert_synchronous(lines):
+    """The trainer computes the sampler's log-probabilities, and each step has a gradient."""
+    for line in lines:
+        assert line["sync/logprob_diff_max"] <= 2e-5
+        assert line["update/grad_norm"] > 0
+
+
+def assert_same_responses(result, expected):
+    """Log-probabilities are equal up to 2e-5, and ratios are not compared."""
+    paths = sorted((expected.run_dir / "rollouts").glob("*.jsonl"))
+    for path in paths:
+        rows = map(read_rollouts, (result.run_dir / "rollouts" / path.name, path))
+        for row, other in zip(*rows, strict=True):
+            np.testing.assert_allclose(row.pop("logprobs"), other.pop("logprobs"), rtol=0, atol=2e-5)
+            assert row | {"ratios": None} == other | {"ratios": None}
+    assert paths
+
+
+@pytest.fixture
+def resumed_at_each_step(run_micro, rows):
+    """Runs a configuration step by step, and removes the evaluations that an uninterrupted run does not have."""
+
+    def run(make, steps, **changes):
+        folder = make().run_dir
+        for last in range(1, steps + 1):
+            result = run_micro(make(folder, steps=last, **changes), resume=last > 1, eval_rows=rows)
+        return replace(result, metrics=without_evaluations(result.metrics))
+
+    return run

@@ -4,9 +4,6 @@ Prompts have up to 4 and responses up to 6 tokens, and several responses share a
 the sampler's (`sync/logprob_diff_max`), whose tolerance of 2e-5 is the one of `lora_test`: float32 sums in another order.
 """
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 
 from dapo_jax.config import ConfigError, EnvironmentConfig, LoraConfig
@@ -17,7 +14,7 @@ from dapo_jax.models.rope import Rope
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
-from dapo_jax.trackers.rollout_log import read_rollouts
+from tests.run.conftest import assert_same_responses, assert_synchronous
 
 STEPS = 3
 SMOOTH = 1e-3
@@ -69,25 +66,9 @@ def flown(delta, run_micro, rows):
     return run_micro(delta(**FLIGHT), eval_rows=rows)
 
 
-def assert_synchronous(lines):
-    for line in lines:
-        assert line["sync/logprob_diff_max"] <= 2e-5
-        assert line["update/grad_norm"] > 0
-
-
 def test_packed_rows_with_shared_prompts_are_scored_as_they_were_sampled(flown):
     """In the first step, all tokens are of its weights. The slow tests compare later steps."""
     assert_synchronous(flown.metrics[1:2])
-
-
-def assert_same_responses(found, expected):
-    for step in range(1, STEPS + 1):
-        paths = (run.run_dir / "rollouts" / f"step_{step:06d}.jsonl" for run in (found, expected))
-        for one, other in zip(*map(read_rollouts, paths), strict=True):
-            np.testing.assert_allclose(one.pop("logprobs"), other.pop("logprobs"), rtol=0, atol=2e-5)
-            for response in (one, other):
-                response.pop("ratios")
-            assert one == other
 
 
 # Slow: two runs. Waves are also tested with rows split over eight devices.
@@ -105,16 +86,9 @@ def test_rows_split_over_devices_are_refused(delta, run_micro):
         run_micro(delta(parallel__data=2, parallel__fsdp=2, parallel__context=2))
 
 
-def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(delta, run_micro, rows, flown, same_run):
+def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(delta, resumed_at_each_step, flown, same_run):
     assert any(line["rollout/age_max"] > 0 for line in flown.metrics[1:])
-    folder = delta().run_dir
-    for steps in range(1, STEPS + 1):
-        config = delta(folder, steps=steps, **FLIGHT)
-        found = run_micro(config, resume=steps > 1, eval_rows=rows)
-    lines = [
-        {name: value for name, value in line.items() if "eval" not in name} for line in found.metrics[1:-1]
-    ]
-    same_run(replace(found, metrics=[found.metrics[0], *lines, found.metrics[-1]]), flown)
+    same_run(resumed_at_each_step(delta, STEPS, **FLIGHT), flown)
 
 
 def test_preempted_responses_are_read_again(delta, run_micro, rows, flown):

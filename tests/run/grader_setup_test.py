@@ -14,7 +14,7 @@ from dapo_jax.config import ConfigError, EvaluateConfig, RewardConfig
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import Sample, whole_group
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.run import build, grader_setup
+from dapo_jax.run import build, grader_setup, learner
 from dapo_jax.run.grader_setup import check_graders, submit_of, weighted
 
 HERE = Path(__file__)
@@ -234,7 +234,8 @@ def test_a_grader_that_cannot_be_loaded_is_refused_before_the_model_is_loaded(
     def never(*told, **more):
         raise AssertionError(f"the model was loaded: {told}")
 
-    monkeypatch.setattr(build, "load_policy", never)
+    monkeypatch.setattr(build, "tokenizer_of", never)
+    monkeypatch.setattr(learner, "load_policy", never)
     monkeypatch.setattr(inference, "find_policy", never)
     config = micro(reward__grader=grader)
     with pytest.raises(ConfigError, match=rf"reward\.grader: .*{message}"):

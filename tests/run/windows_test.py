@@ -4,9 +4,6 @@ Prompts have up to 4 and responses up to 6 tokens, and a window has 3. So window
 trainer's log-probabilities are compared with the sampler's (`sync/logprob_diff_max`), whose tolerance of 2e-5 is the one of `lora_test`: float32 sums in another order.
 """
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 
 from dapo_jax.config import LoraConfig
@@ -17,7 +14,7 @@ from dapo_jax.models.rope import Rope
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
-from dapo_jax.trackers.rollout_log import read_rollouts
+from tests.run.conftest import assert_same_responses, assert_synchronous
 
 STEPS = 3
 CONTEXT = {"parallel__data": 2, "parallel__fsdp": 2, "parallel__context": 2}
@@ -63,24 +60,14 @@ def flown(windowed, run_micro, rows):
 
 
 def test_packed_rows_over_several_devices_are_those_that_were_sampled(windowed, run_micro, rows):
-    found = run_micro(windowed(**CONTEXT), eval_rows=rows)
-    for line in found.metrics[1:]:
-        assert line["sync/logprob_diff_max"] <= 2e-5
-        assert line["update/grad_norm"] > 0
+    assert_synchronous(run_micro(windowed(**CONTEXT), eval_rows=rows).metrics[1:])
 
 
 # Slow: several runs on eight devices. tests/rollout/flight_test.py resumes runs in flight; the test above has windows on eight devices.
 @pytest.mark.slow
-def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(windowed, run_micro, rows, flown, same_run):
+def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(windowed, resumed_at_each_step, flown, same_run):
     assert any(line["rollout/age_max"] > 0 for line in flown.metrics[1:])
-    folder = windowed().run_dir
-    for steps in range(1, STEPS + 1):
-        config = windowed(folder, steps=steps, **FLIGHT, **CONTEXT)
-        found = run_micro(config, resume=steps > 1, eval_rows=rows)
-    lines = [
-        {name: value for name, value in line.items() if "eval" not in name} for line in found.metrics[1:-1]
-    ]
-    same_run(replace(found, metrics=[found.metrics[0], *lines, found.metrics[-1]]), flown)
+    same_run(resumed_at_each_step(windowed, STEPS, **FLIGHT, **CONTEXT), flown)
 
 
 # Slow: two runs on eight devices. tests/rollout/flight_test.py has a run with few pages, and tests/sampling/paged_cache_test.py windows.
@@ -88,14 +75,7 @@ def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(windowed, run_micro, 
 def test_preempted_responses_are_read_again(windowed, run_micro, rows, flown):
     """With pages for a single sequence on each device."""
     few = {"sampling__slots": 8, "sampling__cache_tokens": 96, "sampling__page_tokens": 4}
-    found = run_micro(windowed(**FLIGHT | few, **CONTEXT), eval_rows=rows)
-    for step in range(1, STEPS + 1):
-        paths = (run.run_dir / "rollouts" / f"step_{step:06d}.jsonl" for run in (found, flown))
-        for one, other in zip(*map(read_rollouts, paths), strict=True):
-            np.testing.assert_allclose(one.pop("logprobs"), other.pop("logprobs"), rtol=0, atol=2e-5)
-            for response in (one, other):
-                response.pop("ratios")
-            assert one == other
+    assert_same_responses(run_micro(windowed(**FLIGHT | few, **CONTEXT), eval_rows=rows), flown)
 
 
 @pytest.mark.slow
