@@ -20,11 +20,7 @@ class GuessTheNumber:
     """A guessing game. The number to guess is the row's `answer`, from 0 to 99. A turn is a guess such as `31`. The reply `>` means "higher"."""
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "GuessEpisode":
-        """Creates the episode for a response.
-
-        Raises:
-            ValueError: the answer is not a number from 0 to 99.
-        """
+        """Creates the episode for a response. Raises ValueError if the answer is not a number from 0 to 99."""
         if not 0 <= (number := int(row["answer"])) <= 99:
             raise ValueError(f"the answer is {number}, but it must be a number from 0 to 99")
         return GuessEpisode(number)
@@ -38,13 +34,13 @@ class GuessEpisode:
 
     async def step(self, turn: Turn) -> Step:
         """Ends the episode with reward 1 for the correct number, or with reward 0 if the turn is not a number."""
-        found = re.fullmatch(r"[0-9]{1,2}", turn.text)
-        if found is None or turn.finish_reason == "length":
-            return Step(done=True, correct=False, metrics={"guesses": turn.number + 1.0, "malformed": 1.0})
-        guess, seen = int(turn.text), {"guesses": turn.number + 1.0, "malformed": 0.0}
-        if guess == self._number:
-            return Step(reward=1.0, done=True, correct=True, metrics=seen)
-        return Step(append=">" if guess < self._number else "<", correct=False, metrics=seen)
+        malformed = not re.fullmatch(r"[0-9]{1,2}", turn.text) or turn.finish_reason == "length"
+        metrics = {"guesses": turn.number + 1.0, "malformed": float(malformed)}
+        if malformed:
+            return Step(done=True, correct=False, metrics=metrics)
+        if (guess := int(turn.text)) == self._number:
+            return Step(reward=1.0, done=True, correct=True, metrics=metrics)
+        return Step(append=">" if guess < self._number else "<", correct=False, metrics=metrics)
 
 
 ENVIRONMENTS = {"guess": GuessTheNumber}
@@ -78,9 +74,9 @@ def load_environment(source: str) -> Environment:
     except ValueError as error:
         near = nearest(kind, ADAPTERS, least=0.7)
         raise ValueError(f"{error}; did you mean {near[0]}:...?" if near else str(error)) from error
-    made = loading(source, "creating the environment", make, "; it is called without arguments")
-    if not callable(getattr(made, "episode", None)):
+    environment = loading(source, "creating the environment", make, "; it is called without arguments")
+    if not callable(getattr(environment, "episode", None)):
         raise ValueError(
-            f"{source}: a {type(made).__name__} has no method episode(row, seed), which creates the episode of a response"
+            f"{source}: a {type(environment).__name__} has no method episode(row, seed), which creates the episode of a response"
         )
-    return made
+    return environment

@@ -44,22 +44,18 @@ class LostError(Exception):
 
 
 async def called(call: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-    """Calls an environment's sync or async function with a time limit, and returns its result.
-
-    Raises:
-        LostError: the function raised or exceeded the time limit.
-    """
+    """Calls an environment's sync or async function, and returns its result. Raises LostError if it raises or exceeds the time limit."""
     task = asyncio.ensure_future(outcome(call, *arguments))
     if not await ends_in_time(task, timeout_s):
         task.cancel()
         raise LostError(TOO_LATE.format(timeout_s), "timeout")
-    found, error = task.result()
+    result, error = task.result()
     if error is None:
-        return found
+        return result
     if isinstance(error, LostError):
         raise error
-    place = place_of(traceback.walk_tb(error.__traceback__))
-    raise LostError(f"{type(error).__name__}: {error!s:.500}{place}")
+    line = place_of(traceback.walk_tb(error.__traceback__))
+    raise LostError(f"{type(error).__name__}: {error!s:.500}{line}")
 
 
 async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
@@ -67,8 +63,8 @@ async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseE
     try:
         # A sync function may block, so it runs in a thread.
         is_async = inspect.iscoroutinefunction(call)
-        found = call(*arguments) if is_async else await asyncio.to_thread(call, *arguments)
-        return await found if inspect.isawaitable(found) else found, None
+        result = call(*arguments) if is_async else await asyncio.to_thread(call, *arguments)
+        return await result if inspect.isawaitable(result) else result, None
     except BaseException as error:  # even SystemExit, which would stop the event loop
         return None, error
 
@@ -78,9 +74,9 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
 
     Frames of this package, the standard library and installed packages are skipped. `frames` must start with the outermost frame.
     """
-    places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
-    own = [place for place in places if not any(map(place[0].is_relative_to, _OTHERS))]
-    return f" ({own[-1][0].name}, line {own[-1][1]})" if own else ""
+    files = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    user_code = [(file, line) for file, line in files if not any(map(file.is_relative_to, _OTHERS))]
+    return f" ({user_code[-1][0].name}, line {user_code[-1][1]})" if user_code else ""
 
 
 def lost_by(error: BaseException) -> LostError:
@@ -92,57 +88,55 @@ def lost_by(error: BaseException) -> LostError:
     return LostError(f"reading the environment's answer raised {type(error).__name__}")
 
 
-def checked_episode(made: Any) -> Any:
-    """Returns the episode that an environment created, after checking that it has a `step` method.
+async def begun(episode: Any, call: Callable[..., Any]) -> Any:
+    """Returns the result of an episode's `start` method, or an empty text if it has none or returns None. `call` runs the method."""
+    start = getattr(episode, "start", None)
+    begins = None if start is None else await call(start)
+    return "" if begins is None else begins
 
-    Raises:
-        LostError: there is no such method.
-    """
-    if not callable(getattr(made, "step", None)):
-        raise LostError(f"{made!r:.200} ({type(made).__name__}) has no method step(turn)")
-    return made
+
+async def ended(episode: Any, call: Callable[..., Any]) -> None:
+    """Calls an episode's `close` method, if there is one. `call` runs the method."""
+    if callable(close := getattr(episode, "close", None)):
+        await call(close)
+
+
+def checked_episode(episode: Any) -> Any:
+    """Returns the episode that an environment created. Raises LostError if it has no `step` method."""
+    if not callable(getattr(episode, "step", None)):
+        raise LostError(f"{episode!r:.200} ({type(episode).__name__}) has no method step(turn)")
+    return episode
 
 
 def checked_step(step: Any) -> Step:
-    """Checks the fields of a step and returns a copy without `append` and `context`, which `Rendering` checks.
-
-    Raises:
-        LostError: a field has a wrong type or value.
-    """
+    """Returns a copy of a step without `append` and `context`, which `Rendering` checks. Raises LostError if another field is invalid."""
     if not isinstance(step, Step):
         raise LostError(f"step() returned {step!r:.200} ({type(step).__name__}); it must return a Step")
     for name, kinds, need in _STEP_FIELDS:
         if not isinstance(value := getattr(step, name), kinds):
             raise LostError(f"a Step has {name}={value!r:.200}; it must be {need}")
     metrics = {str(name): _number(value, f"the metric {name!r}:") for name, value in step.metrics.items()}
-    return Step(
-        reward=_number(step.reward, "a Step has the reward"),
-        done=bool(step.done),
-        correct=None if step.correct is None else bool(step.correct),
-        metrics=metrics,
-    )
+    reward, correct = _number(step.reward, "a Step has the reward"), step.correct
+    correct = None if correct is None else bool(correct)
+    return Step(reward=reward, done=bool(step.done), correct=correct, metrics=metrics)
 
 
-def checked_scores(given: Any, *, count: int) -> list[float]:
-    """Checks the result of `group_rewards` and returns it as a list of `count` rewards, one for each episode.
-
-    Raises:
-        LostError: the number of rewards is not `count`, or a reward is not a valid number.
-    """
-    if not isinstance(given, Sequence | np.ndarray):
-        raise LostError(f"group_rewards returned {given!r:.200}; it must return a reward for each episode")
-    scores = [_number(score, "group_rewards returned") for score in given]
+def checked_scores(result: Any, *, count: int) -> list[float]:
+    """Returns the result of `group_rewards` as a list. Raises LostError if it does not consist of `count` valid rewards."""
+    if not isinstance(result, Sequence | np.ndarray):
+        raise LostError(f"group_rewards returned {result!r:.200}; it must return a reward for each episode")
+    scores = [_number(score, "group_rewards returned") for score in result]
     if len(scores) != count:
         raise LostError(f"group_rewards returned {len(scores)} rewards for {count} episodes")
     return scores
 
 
-def _number(value: Any, found: str) -> float:
+def _number(value: Any, source: str) -> float:
     try:
         number = as_float(value)
     except ValueError:
         number = math.nan
     if not abs(number) <= MAX_SCORE:
-        reason = f"{found} {value!r:.80}; it must be a finite number of magnitude at most {MAX_SCORE:g}"
+        reason = f"{source} {value!r:.80}; it must be a finite number of magnitude at most {MAX_SCORE:g}"
         raise LostError(reason, "nonfinite")
     return number

@@ -22,10 +22,12 @@ from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Prompt, Standing, Verdict
 from dapo_jax.environments.calls import (
     LostError,
+    begun,
     called,
     checked_episode,
     checked_scores,
     checked_step,
+    ended,
     lost_by,
     place_of,
 )
@@ -273,9 +275,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
         row = {"prompt": prompt.text, "answer": prompt.answer, **copied(dict(prompt.row))}
         opened.episode = checked_episode(await self._called(self._environment.episode, row, seed))
-        start = getattr(opened.episode, "start", None)
-        begins = None if start is None else await self._called(start)
-        return "" if begins is None else begins
+        return await begun(opened.episode, self._called)
 
     async def _catch_up(self, opened: _Open) -> None:
         """If an earlier process started the episode, starts it again in this process and replays its turns."""
@@ -291,8 +291,7 @@ class Episodes(AbstractContextManager["Episodes"]):
 
         async def close(state: _Open) -> None:
             with suppress(Exception):
-                if callable(end := getattr(state.episode, "close", None)):
-                    await self._called(end)
+                await ended(state.episode, self._called)
 
         await asyncio.gather(*map(close, opened))
 

@@ -8,7 +8,15 @@ from functools import partial
 from typing import Any
 
 from dapo_jax.environments.by_name import load_environment
-from dapo_jax.environments.calls import LostError, called, checked_episode, checked_scores, lost_by
+from dapo_jax.environments.calls import (
+    LostError,
+    begun,
+    called,
+    checked_episode,
+    checked_scores,
+    ended,
+    lost_by,
+)
 from dapo_jax.environments.protocol import Environment
 from dapo_jax.environments.turns_as_json import MOST_BYTES, appended_as_json, step_as_json, turn_of
 from dapo_jax.rewards.async_calls import EventLoop
@@ -16,11 +24,7 @@ from dapo_jax.workers.inside import Answer, Serve
 
 
 def load(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
-    """Loads the environment in the worker. See `dapo_jax.workers.inside` for the interface.
-
-    Raises:
-        ValueError: the environment cannot be loaded.
-    """
+    """Loads the environment in the worker. See `dapo_jax.workers.inside` for the interface."""
     environment = load_environment(setup["source"])
     compares = getattr(environment, "group_rewards", None) is not None
     return {"compares": compares}, _Serving(environment, setup["timeout_s"]).serve
@@ -44,36 +48,33 @@ class _Serving:
             os._exit(0)
 
     async def _answer(self, call: Mapping[str, Any], answer: Answer) -> None:
-        found: dict[str, Any]
+        content: dict[str, Any]
         try:
-            found = {"answer": await self._result(call)}
-            if (size := len(json.dumps(found))) > MOST_BYTES:
+            content = {"answer": await self._result(call)}
+            if (size := len(json.dumps(content))) > MOST_BYTES:
                 raise LostError(f"the answer has {size:,} bytes in JSON; the limit is {MOST_BYTES:,}")
         except (Exception, asyncio.CancelledError) as error:
             lost = lost_by(error)
-            found = {"lost": lost.lost, "reason": str(lost)}
-        if "can't start new thread" in found.get("reason", ""):
-            found = {"ended": "it could not start another thread: the environment does not end its threads"}
-        answer(call["id"], found)
+            content = {"lost": lost.lost, "reason": str(lost)}
+        if "can't start new thread" in content.get("reason", ""):
+            content = {"ended": "it could not start another thread: the environment does not end its threads"}
+        answer(call["id"], content)
 
     async def _result(self, call: Mapping[str, Any]) -> Any:
         episode: Any = self._episodes.get(call.get("episode", -1))
         match call["do"]:
             case "group_rewards":
-                compared = [self._episodes[each] for each in call["episodes"]]
+                compared = [self._episodes[number] for number in call["episodes"]]
                 scores = await self._called(self._environment.group_rewards, compared)
                 return checked_scores(scores, count=len(compared))
             case "episode":
-                made = await self._called(self._environment.episode, call["row"], call["seed"])
-                self._episodes[call["episode"]] = checked_episode(made)
+                created = await self._called(self._environment.episode, call["row"], call["seed"])
+                self._episodes[call["episode"]] = checked_episode(created)
             case "start":
-                start = getattr(episode, "start", None)
-                begins = "" if start is None else await self._called(start)
-                return appended_as_json("" if begins is None else begins)
+                return appended_as_json(await begun(episode, self._called))
             case "step":
                 return step_as_json(await self._called(episode.step, turn_of(call["turn"])))
             case "close":
                 self._episodes.pop(call["episode"], None)
-                if callable(end := getattr(episode, "close", None)):
-                    await self._called(end)
+                await ended(episode, self._called)
         return None

@@ -23,41 +23,32 @@ def turn_as_json(turn: Turn) -> dict[str, Any]:
     return {**vars(turn), "tokens": turn.tokens.tolist(), "logprobs": turn.logprobs.tolist()}
 
 
-def turn_of(found: Mapping[str, Any]) -> Turn:
+def turn_of(fields: Mapping[str, Any]) -> Turn:
     """Converts a dict from `turn_as_json` back to a turn."""
-    tokens, logprobs = np.array(found["tokens"], np.int32), np.array(found["logprobs"], np.float32)
-    fields: dict[str, Any] = {**found, "tokens": read_only(tokens), "logprobs": read_only(logprobs)}
-    return Turn(**fields)
+    tokens, logprobs = np.array(fields["tokens"], np.int32), np.array(fields["logprobs"], np.float32)
+    return Turn(**{**fields, "tokens": read_only(tokens), "logprobs": read_only(logprobs)})
 
 
 def step_as_json(step: Any) -> dict[str, Any]:
-    """Returns a step as a JSON-serializable dict, without the appended value if the episode is over.
-
-    Raises:
-        LostError: `step` is not a valid step, or it appends a value that JSON cannot represent.
-    """
+    """Returns a step as a JSON-serializable dict, without the appended value if the episode is over. Raises LostError if it is invalid."""
     checked = checked_step(step)
     follows = {} if checked.done else appended_as_json(step.append if step.context is None else step.context)
     return {**{name: getattr(checked, name) for name in _FIELDS}, **follows}
 
 
-def step_of(found: Mapping[str, Any]) -> Step:
+def step_of(fields: Mapping[str, Any]) -> Step:
     """Converts a dict from `step_as_json` back to a step."""
-    follows = appended_of(found)
+    follows = appended_of(fields)
     name = "context" if isinstance(follows, Context) else "append"
-    return Step(**{name: found[name] for name in _FIELDS}, **{name: follows})
+    return Step(**{name: fields[name] for name in _FIELDS}, **{name: follows})
 
 
-def appended_as_json(given: Any) -> dict[str, Any]:
-    """Returns the value from an episode's `start`, or the value appended after a turn, as a JSON-serializable dict.
-
-    Raises:
-        LostError: JSON cannot represent the value.
-    """
+def appended_as_json(value: Any) -> dict[str, Any]:
+    """Returns the value that an episode appends as a JSON-serializable dict. Raises LostError if JSON cannot represent the value."""
     try:
-        if isinstance(given, Context):
-            return {"contents": plain(given.contents), "tools": plain(given.tools)}
-        return {"append": plain(given)}
+        if isinstance(value, Context):
+            return {"contents": plain(value.contents), "tools": plain(value.tools)}
+        return {"append": plain(value)}
     except TypeError as error:
         reason = f"{error} cannot be appended: environment workers answer in JSON, which cannot represent it"
         raise LostError(reason) from error
@@ -65,8 +56,7 @@ def appended_as_json(given: Any) -> dict[str, Any]:
         raise LostError("the appended value is nested too deeply, or contains itself") from error
 
 
-def appended_of(found: Mapping[str, Any]) -> Any:
+def appended_of(fields: Mapping[str, Any]) -> Any:
     """Converts a dict from `appended_as_json` back to a Context or another value to append."""
-    if "contents" not in found:
-        return found.get("append", "")
-    return Context(found["contents"], found["tools"])
+    is_context = "contents" in fields
+    return Context(fields["contents"], fields["tools"]) if is_context else fields.get("append", "")

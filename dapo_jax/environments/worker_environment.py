@@ -57,25 +57,17 @@ class WorkerEnvironment:
         self._numbers = itertools.count()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "WorkerEpisode":
-        """Creates an episode in the same worker as the prompt's other episodes.
-
-        Raises:
-            TypeError: the row contains a value that JSON cannot represent.
-        """
+        """Creates an episode in the same worker as the prompt's other episodes. Raises TypeError if JSON cannot represent a value of the row."""
         plain = plain_row(row, instead="use environment.workers=0")
         return WorkerEpisode(self._seat_of(seed), next(self._numbers), plain, seed)
 
     async def _group_rewards(self, episodes: Sequence["WorkerEpisode"]) -> list[float]:
-        """Returns the rewards of the episodes of one prompt, which all run in the same worker.
-
-        Raises:
-            LostError: the environment raised or took too long, or the worker died twice.
-        """
+        """Returns the rewards of the episodes of one prompt, which all run in the same worker."""
 
         async def compare(worker: Worker) -> Any:
-            for each in episodes:
-                await each.replay(worker)
-            numbers = [each.number for each in episodes]
+            for episode in episodes:
+                await episode.replay(worker)
+            numbers = [episode.number for episode in episodes]
             return await episodes[0].seat.ask(worker, {"do": "group_rewards", "episodes": numbers})
 
         return await episodes[0].seat.answer(compare) if episodes else []
@@ -122,8 +114,8 @@ class WorkerEpisode:
             self._worker, self._answered = worker, 0
         answer = None
         while self._answered < len(self._calls):
-            one = self._calls[self._answered]
-            call = {"do": "step", "turn": turn_as_json(one)} if isinstance(one, Turn) else one
+            call = self._calls[self._answered]
+            call = {"do": "step", "turn": turn_as_json(call)} if isinstance(call, Turn) else call
             answer = await self.seat.ask(worker, {**call, "episode": self.number})
             self._answered += 1
         return answer
@@ -143,8 +135,7 @@ class _Seat:
     async def answer(self, use: Callable[[Worker], Awaitable[Any]]) -> Any:
         """Returns the result of `use(worker)`. If the worker ends during the call, the call is retried on a new worker while no other call runs there.
 
-        Raises:
-            LostError: the environment raised or took too long, or the second worker also ended.
+        Raises LostError if the environment raised or took too long, or if the second worker also ended.
         """
         worker = await self._running()
         while self._suspects:
@@ -163,11 +154,7 @@ class _Seat:
             self._suspects -= 1
 
     async def _running(self) -> Worker:
-        """Returns a worker that has loaded the environment.
-
-        Raises:
-            LostError: the worker could not load the environment.
-        """
+        """Returns a worker that has loaded the environment. Raises LostError if it cannot load it."""
         if self._closed:
             raise LostError("the environment was closed")
         if self._worker is None or self._worker.ended is not None:
@@ -180,12 +167,7 @@ class _Seat:
         return worker
 
     async def ask(self, worker: Worker, call: Mapping[str, Any]) -> Any:
-        """Returns the worker's answer to one call.
-
-        Raises:
-            LostError: the environment raised or took too long.
-            EndedError: the worker ended.
-        """
+        """Returns the worker's answer to one call. Raises LostError if the environment raised or took too long, and EndedError if the worker ended."""
         try:
             asked = asyncio.wrap_future(worker.ask(call))
             answer = await asyncio.wait_for(asked, self._timeout_s + BLOCKED_S)

@@ -22,11 +22,7 @@ class OpenEnvironment:
     """Creates a client session for each response."""
 
     def __init__(self, place: str) -> None:
-        """Stores the server's URL, or loads the function that creates a client.
-
-        Raises:
-            ValueError: the package is missing, or the function cannot be loaded.
-        """
+        """Stores the server's URL, or loads the function that creates a client. Raises ValueError if it or the package is missing."""
         self._url = place if place.startswith(("http://", "https://")) else ""
         self._field: str | None = None if self._url else ""
         with needing("openenv", f"openenv:{place} needs a package"):
@@ -60,8 +56,8 @@ class OpenEpisode:
             action = {self._field: turn.text} if self._field else read_numbers(turn.text)
             if not isinstance(action, dict):
                 raise ValueError("it is not a JSON object")
-            given = await self._client.step(action)
-            text, reward, done = _text_of(given.observation), given.reward or 0.0, bool(given.done)
+            result = await self._client.step(action)
+            text, reward, done = _text_of(result.observation), result.reward or 0.0, bool(result.done)
         except (ValueError, RuntimeError) as error:
             if type(error) is RuntimeError and "VALIDATION_ERROR" not in str(error):
                 raise  # an error of the server, not of the action

@@ -8,6 +8,7 @@ messages. `step(text)` returns observations as messages, the turn's reward, and 
 import asyncio
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dapo_jax.environments.protocol import Context, Step, Turn
@@ -20,11 +21,7 @@ class SkyRLEnvironment:
     """Creates an instance of the SkyRL-Gym class for each response."""
 
     def __init__(self, name: str) -> None:
-        """Looks up a registered environment by its id, or loads `PLACE:Class`.
-
-        Raises:
-            ValueError: the package is missing, no environment has this id, or the class cannot be loaded.
-        """
+        """Looks up a registered environment by its id, or loads `PLACE:Class`. Raises ValueError if it or the package is missing."""
         self._make: Callable[..., Any] = load_function(name) if ":" in name else _registered(name)
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "SkyRLEpisode":
@@ -49,20 +46,16 @@ class SkyRLEpisode:
         return None if messages == asked else Context(messages)
 
     async def step(self, turn: Turn) -> Step:
-        """Returns the answer to a turn.
-
-        Raises:
-            ValueError: the environment rewrites the turn, or returns no observation although the episode continues.
-        """
-        given = await asyncio.to_thread(self._instance.step, turn.text)
-        if given.get("postprocessed_action") not in (None, turn.text):
+        """Returns the answer to a turn. Raises ValueError if the environment rewrites the turn, or gives no observation before the end."""
+        result = await asyncio.to_thread(self._instance.step, turn.text)
+        if result.get("postprocessed_action") not in (None, turn.text):
             raise ValueError("a postprocessed_action was returned, but sampled tokens cannot be rewritten")
-        done = bool(given["done"])
-        metrics = _numbers(given.get("metadata")) | (_numbers(self._instance.get_metrics()) if done else {})
-        observed: Sequence[Any] = given["observations"]
+        done = bool(result["done"])
+        metrics = _numbers(result.get("metadata")) | (_numbers(self._instance.get_metrics()) if done else {})
+        observed: Sequence[Any] = result["observations"]
         if not (done or observed):
             raise ValueError("the environment returned no observation, but the episode is not over")
-        return Step(reward=float(given["reward"]), done=done, append=list(observed), metrics=metrics)
+        return Step(reward=float(result["reward"]), done=done, append=list(observed), metrics=metrics)
 
     async def close(self) -> None:
         """Closes the SkyRL-Gym instance."""
@@ -75,9 +68,9 @@ def _registered(name: str) -> Callable[..., Any]:
     if name not in package.registry:
         hint = did_you_mean(name, package.registry)
         raise ValueError(f"skyrl-gym has no environment {name!r} ({hint}); or use skyrl_gym:PLACE:Class")
-    return lambda **given: package.make(name, **given)
+    return partial(package.make, name)
 
 
-def _numbers(given: Any) -> dict[str, float]:
-    found = given if isinstance(given, Mapping) else {}
-    return {str(name): float(value) for name, value in found.items() if isinstance(value, int | float)}
+def _numbers(metrics: Any) -> dict[str, float]:
+    pairs = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {str(name): float(value) for name, value in pairs if isinstance(value, int | float)}

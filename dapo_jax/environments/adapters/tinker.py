@@ -19,11 +19,7 @@ class TinkerEnvironment:
     """Creates a builder for each prompt. The builder creates the environments for the prompt's responses."""
 
     def __init__(self, place: str) -> None:
-        """Loads the builder function or class, `PLACE:Builder`.
-
-        Raises:
-            ValueError: the builder cannot be loaded.
-        """
+        """Loads the builder function or class, `PLACE:Builder`. Raises ValueError if it cannot be loaded."""
         self._make: Callable[[Mapping[str, Any]], Any] = load_function(place)
         self._groups: WeakValueDictionary[int, _BuilderEpisodes] = WeakValueDictionary()
 
@@ -39,11 +35,13 @@ class TinkerEnvironment:
 
     async def group_rewards(self, episodes: Sequence["TinkerEpisode"]) -> list[float]:
         """Returns each episode's reward, which is the sum of its turn rewards and of its group reward from the builder."""
-        played = [SimpleNamespace(transitions=each.turns, final_ob=each.last) for each in episodes]
-        envs = [each.env for each in episodes]
-        given = await episodes[0].group.builder.compute_group_rewards(played, envs) if episodes else []
-        pairs = zip(episodes, given, strict=True)
-        return [sum(turn.reward for turn in each.turns) + reward for each, (reward, _) in pairs]
+        if not episodes:
+            return []
+        played = [SimpleNamespace(transitions=episode.turns, final_ob=episode.last) for episode in episodes]
+        envs = [episode.env for episode in episodes]
+        rewards = await episodes[0].group.builder.compute_group_rewards(played, envs)
+        pairs = zip(episodes, rewards, strict=True)
+        return [sum(turn.reward for turn in episode.turns) + reward for episode, (reward, _) in pairs]
 
 
 class _BuilderEpisodes:
@@ -64,28 +62,31 @@ class TinkerEpisode:
 
     async def start(self) -> Context:
         """Returns the first observation, which replaces the row's prompt. Raises ValueError if there is no observation."""
-        given = await self.env.initial_observation()
-        if not isinstance(given, tuple):
-            raise ValueError(f"the environment returned no first observation: {given!r:.300}")
-        self.last, self._context = given[0], given[0].to_ints()
+        first = await self.env.initial_observation()
+        if not isinstance(first, tuple):
+            raise ValueError(f"the environment returned no first observation: {first!r:.300}")
+        self.last, self._context = first[0], first[0].to_ints()
         return Context(self._context)
 
     async def step(self, turn: Turn) -> Step:
         """Returns the answer to a turn. The metric `correct`, if present, decides whether the episode is correct."""
         tokens = turn.tokens.tolist()
-        given = await self.env.step(tokens, extra={"stop_reason": turn.finish_reason})
+        result = await self.env.step(tokens, extra={"stop_reason": turn.finish_reason})
+        done, before = bool(result.episode_done), [*self._context, *tokens]
         action = SimpleNamespace(tokens=tokens, maybe_logprobs=turn.logprobs.tolist())
-        self.turns.append(SimpleNamespace(ob=self.last, ac=action, **vars(given)))
-        metrics = {name: float(one) for name, one in given.metrics.items() if isinstance(one, int | float)}
+        self.turns.append(SimpleNamespace(ob=self.last, ac=action, **vars(result)))
+        metrics = {
+            name: float(value) for name, value in result.metrics.items() if isinstance(value, int | float)
+        }
         correct = bool(metrics["correct"]) if "correct" in metrics else None
-        before, self.last = [*self._context, *tokens], given.next_observation
-        self._context = [] if given.episode_done else self.last.to_ints()
+        self.last = result.next_observation
+        self._context = [] if done else self.last.to_ints()
         follows = self._context[: len(before)] == before
         return Step(
-            reward=given.reward,
-            done=bool(given.episode_done),
+            reward=result.reward,
+            done=done,
             append=self._context[len(before) :] if follows else "",
-            context=None if follows or given.episode_done else Context(self._context),
+            context=None if follows or done else Context(self._context),
             correct=correct,
             metrics=metrics,
         )

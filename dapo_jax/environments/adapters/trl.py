@@ -20,11 +20,7 @@ class TrlEnvironment:
     """Creates an instance of the TRL class for each response."""
 
     def __init__(self, place: str) -> None:
-        """Loads the class, and the reward function if `place` contains one.
-
-        Raises:
-            ValueError: the class cannot be loaded, has no `reset` method, or has no reward.
-        """
+        """Loads the class, and the reward function if `place` contains one. Raises ValueError if a class or its reward is missing."""
         named, _, reward = place.partition("+")
         self._class = load_function(named)
         self._function = load_function(f"{named.rpartition(':')[0]}:{reward}") if reward else None
@@ -40,21 +36,21 @@ class TrlEnvironment:
 
     async def group_rewards(self, episodes: Sequence["TrlEpisode"]) -> list[float]:
         """Returns the sum of the rewards from `get_reward` and from the reward function for each episode, including truncated episodes."""
-        owners = [getattr(each.instance, "get_reward", None) for each in episodes]
-        totals = [0.0 if own is None else float(await _result(own())) for own in owners]
+        methods = [getattr(episode.instance, "get_reward", None) for episode in episodes]
+        totals = [0.0 if method is None else float(await _result(method())) for method in methods]
         if self._function is None or not episodes:
             return totals
         columns = {name: [value] * len(episodes) for name, value in episodes[0].row.items()} | {
-            "prompts": [each.asked for each in episodes],
-            "completions": [each.answers for each in episodes],
-            "completion_ids": [each.tokens for each in episodes],
-            "environments": [each.instance for each in episodes],
+            "prompts": [episode.asked for episode in episodes],
+            "completions": [episode.answers for episode in episodes],
+            "completion_ids": [episode.tokens for episode in episodes],
+            "environments": [episode.instance for episode in episodes],
             **dict.fromkeys(("log_metric", "log_extra"), lambda name, value: None),
         }
         columns.pop("prompt", None)
-        given = await _result(self._function(**named_arguments(self._function, columns)))
+        scores = await _result(self._function(**named_arguments(self._function, columns)))
         # A reward function may return None for an episode, as in TRL, if it does not apply to that episode.
-        return [total + float(score or 0.0) for total, score in zip(totals, given, strict=True)]
+        return [total + float(score or 0.0) for total, score in zip(totals, scores, strict=True)]
 
 
 class TrlEpisode(ToolEpisode):
@@ -79,13 +75,17 @@ class TrlEpisode(ToolEpisode):
 
     async def step(self, turn: Turn) -> Step:
         """Returns the results of the turn's tool calls. If there are no calls, ends the episode."""
-        found = tool_calls(turn.marked_text or turn.text, self.tools.schemas)
-        calls = [vars(call) for call in found if isinstance(call, ToolCall)]
-        named = {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
-        self.answers.append({"role": "assistant", "content": turn.text, **named})
+        parsed = tool_calls(turn.marked_text or turn.text, self.tools.schemas)
+        calls = [
+            {"type": "function", "function": vars(call)} for call in parsed if isinstance(call, ToolCall)
+        ]
+        fields = {"tool_calls": calls} if calls else {}
+        self.answers.append({"role": "assistant", "content": turn.text, **fields})
         self.tokens += turn.tokens.tolist()
         step = await super().step(turn)
-        self.answers += [] if step.done else [one for one in step.append if isinstance(one, Mapping)]
+        self.answers += (
+            [] if step.done else [message for message in step.append if isinstance(message, Mapping)]
+        )
         return step
 
     async def finish(self, turn: Turn) -> Step:
@@ -93,5 +93,5 @@ class TrlEpisode(ToolEpisode):
         return Step()
 
 
-async def _result(given: Any) -> Any:
-    return await given if inspect.isawaitable(given) else given
+async def _result(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
