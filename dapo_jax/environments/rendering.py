@@ -50,8 +50,7 @@ class Rendering:
     def ids(self, appended: object, *, after: Int[np.ndarray, " turn"] | None) -> Int[np.ndarray, " new"]:
         """Returns the token ids of an appended value (`protocol.Appended`). `after` is the preceding turn, or None if the value follows the prompt.
 
-        Raises:
-            LostError: the value cannot be appended, has ids outside the vocabulary, or needs a chat template that the model lacks.
+        Raises LostError if the value cannot be appended, has ids outside the vocabulary, or needs a chat template that the model lacks.
         """
         if isinstance(appended, str):
             return self._text(appended, np.zeros(0, np.int32) if after is None else after)
@@ -60,24 +59,22 @@ class Rendering:
                 f"{appended!r:.200} ({type(appended).__name__}) cannot be appended; append a text, a list of messages or a list of token ids"
             )
         try:
-            if isinstance(appended, Sequence) and appended and isinstance(appended[0], Mapping):
-                return self._messages(appended, after)
-            return self._ids(appended)
+            return self._messages(appended, after) if _is_messages(appended) else self._ids(appended)
         except (ValueError, TypeError, OverflowError) as error:  # raised by NumPy or the chat template
             raise LostError(f"{appended!r:.200} cannot be appended: {error}") from error
 
     def _ids(self, appended: Any) -> Int[np.ndarray, " new"]:
-        found = np.asarray(appended)
-        if found.size == 0:
+        ids, last = np.asarray(appended), self.tokenizer.vocab_size - 1
+        if ids.size == 0:
             return np.zeros(0, np.int32)
-        if found.ndim != 1 or found.dtype.kind not in "iu":
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise LostError(f"{appended!r:.200} cannot be appended: it is not a list of messages or ids")
-        if not 0 <= int(found.min()) <= int(found.max()) < self.tokenizer.vocab_size:
+        low, high = int(ids.min()), int(ids.max())
+        if not 0 <= low <= high <= last:
             raise LostError(
-                f"token ids from {found.min()} to {found.max()} were appended; the tokenizer has ids from 0 to "
-                f"{self.tokenizer.vocab_size - 1}"
+                f"token ids from {low} to {high} were appended; the tokenizer has ids from 0 to {last}"
             )
-        return found.astype(np.int32)
+        return ids.astype(np.int32)
 
     def _text(self, text: str, after: Before = None) -> Int[np.ndarray, " new"]:
         if len(text) > MOST_CHARACTERS:
@@ -90,36 +87,37 @@ class Rendering:
     def context_ids(self, context: Context) -> Int[np.ndarray, " context"]:
         """Returns the token ids of a new context. A text is encoded like a prompt. Messages end with the generation prompt.
 
-        Raises:
-            LostError: the value cannot be used as a context, or is empty.
+        Raises LostError if the value cannot be used as a context, or is empty.
         """
         contents = context.contents
         if isinstance(contents, str):
-            found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
-        elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
+            ids = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
+        elif _is_messages(contents):
             variables = {**self.template_kwargs, "tools": [*context.tools] or None}
             try:
-                found = conversation_ids(contents, self.tokenizer, today=self.today, variables=variables)
+                ids = conversation_ids(contents, self.tokenizer, today=self.today, variables=variables)
             except (ValueError, TypeError) as error:
                 every = self.tokenizer.chat_template is None or isinstance(error, ToolsError)
                 raise LostError(f"a context cannot be rendered: {error}", every=every) from error
         else:
-            found = self.ids(contents, after=None)
-        if not len(found):
+            ids = self.ids(contents, after=None)
+        if not len(ids):
             raise LostError("the new context is empty; it needs at least one token")
-        return found
+        return ids
 
     def _messages(self, messages: Sequence[Any], after: Before) -> Int[np.ndarray, " new"]:
         template, guard = template_of(self.tokenizer), Guarding(self.tokenizer)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         mistral = {"tool_call_id": "0" * 9}  # its templates require an id of nine characters
-        whole = [*before, *({**mistral, **guard.message(each)} for each in canonical_messages(messages))]
+        whole = [
+            *before,
+            *({**mistral, **guard.message(message)} for message in canonical_messages(messages)),
+        ]
         if any(message["role"] == "tool" for message in whole):
             template = template.with_tools
         if _ANSWER not in template.render(whole, self.template_kwargs, today=self.today):
-            raise LostError(
-                f"chat template {template.name} leaves out the assistant's answer, so nothing can be appended to it"
-            )
+            reason = "leaves out the assistant's answer, so nothing can be appended to it"
+            raise LostError(f"chat template {template.name} {reason}")
         if after is None:
             # The prompt already ends with the generation prompt, so the policy's answer must come next.
             raise LostError(
@@ -134,9 +132,13 @@ class Rendering:
         marked, done = marks.marked(ending), 0
         turn = marks.text(after) if marks.text(after[-1:]) else ""  # another end token has no text
         for size in range(1, len(ending) + 1):
-            part = marks.marked(ending[:size])
-            # Some templates write a space before the end token. A part that cuts a special token does not begin the marked text.
-            last = part.lstrip() if part.lstrip() >= FIRST_GUARD else part
-            if turn.endswith(last) and marked.startswith(part) and new.startswith(ending[:size]):
+            begin = marks.marked(ending[:size])
+            # Some templates write a space before the end token. A prefix that cuts a special token does not begin the marked text.
+            last = begin.lstrip() if begin.lstrip() >= FIRST_GUARD else begin
+            if turn.endswith(last) and marked.startswith(begin) and new.startswith(ending[:size]):
                 done = size
         return guard.ids(new[done:], after)
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Mapping)

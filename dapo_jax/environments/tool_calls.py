@@ -61,20 +61,20 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolC
     answer, at = without_thoughts(text).strip(), 0
     known = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     of_known = rf"\A(?=(?:{'|'.join(map(re.escape, known)) or '(?!)'})\s*\n\s*\{{)"
-    marks, found = re.compile(f"{_MARKED}|{_UNMARKED}|{of_known}"), list[ToolCall | BrokenCall]()
-    while len(found) <= MOST_CALLS and (mark := marks.search(answer, at)):
+    marks, calls = re.compile(f"{_MARKED}|{_UNMARKED}|{of_known}"), list[ToolCall | BrokenCall]()
+    while len(calls) <= MOST_CALLS and (mark := marks.search(answer, at)):
         at, ends = max(mark.end(), 1), _ENDS.get(mark[0], "")
         try:
-            calls, at = _read(answer, mark.end(), mark[0], known)
-            found += calls
+            read, at = _read(answer, mark.end(), mark[0], known)
+            calls += read
         except _ERRORS as error:
             kind = "it is not JSON: " if isinstance(error, json.JSONDecodeError) else ""
             kind = "it is nested too deeply: " if isinstance(error, RecursionError | MemoryError) else kind
             reason = f"{kind}{error!s:.200}"
-            found.append(BrokenCall(reason if ends in answer[at:] else f"it has no {ends}"))
-    if len(found) <= MOST_CALLS:
-        return found
-    return [*found[:MOST_CALLS], BrokenCall(f"a turn may call at most {MOST_CALLS} times")]
+            calls.append(BrokenCall(reason if ends in answer[at:] else f"it has no {ends}"))
+    if len(calls) <= MOST_CALLS:
+        return calls
+    return [*calls[:MOST_CALLS], BrokenCall(f"a turn may call at most {MOST_CALLS} times")]
 
 
 def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list[ToolCall], int]:
@@ -83,10 +83,10 @@ def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list
     if mark in ("<function=", "<function_calls>", "<start_function_call>"):
         # A parameter may contain the end mark as text.
         before = r"</parameter>\s*" if re.compile(r"[^<>]*>\s*<parameter=").match(text, at) else ""
-        found = re.compile(rf"(?={before}{_ENDS[mark]})(?:</parameter>)?").search(text, at)
-        if found is None:
+        last = re.compile(rf"(?={before}{_ENDS[mark]})(?:</parameter>)?").search(text, at)
+        if last is None:
             raise ValueError(f"it has no {_ENDS[mark]}")
-        end, content = found.end(), text[at : found.end()].strip()
+        end, content = last.end(), text[at : last.end()].strip()
         if mark == "<function=":
             return [_spelled(content, known)], end
         if mark == "<function_calls>":
@@ -108,12 +108,12 @@ def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list
 def _call(call: Any) -> ToolCall:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError('it must be an object with a "name" and "arguments"')
-    given = call.get("arguments", call.get("parameters"))
-    if isinstance(given, str):
-        given = read_numbers(given) if given.strip() else None
-    if not isinstance(given, dict | None):
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = read_numbers(arguments) if arguments.strip() else None
+    if not isinstance(arguments, dict | None):
         raise ValueError('its "arguments" must be an object')
-    return ToolCall(call["name"], given or {})
+    return ToolCall(call["name"], arguments or {})
 
 
 def _spelled(content: str, known: Mapping[str, Any]) -> ToolCall:
@@ -142,7 +142,7 @@ def _expressions(content: str) -> list[ToolCall]:
         call = getattr(statement, "value", None)
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("it must be NAME(KEY=VALUE, ...)")
-        texts = {str(each.arg): ast.get_source_segment(content, each.value) for each in call.keywords}
+        texts = {str(word.arg): ast.get_source_segment(content, word.value) for word in call.keywords}
         values = {key: _value(str(text)) for key, text in texts.items()}
         calls.append(ToolCall(ast.unparse(call.func), values))
     return calls

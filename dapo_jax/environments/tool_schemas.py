@@ -10,15 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _TYPES: dict[Any, str] = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    tuple: "array",
-    dict: "object",
-    type(None): "null",
-}
+    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", tuple: "array", dict: "object", type(None): "null"
+}  # fmt: skip
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^( +)\*{0,2}(\w+)(?: *\([^()\n]*\))?:(.*(?:\n\1 +.*|\n *(?=\n))*)", re.MULTILINE)
 
@@ -84,7 +77,7 @@ def misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
     if value is None and schema.get("nullable"):
         return ""
     if "anyOf" in schema:
-        misfits = [misfit(value, one, where) for one in schema["anyOf"]]
+        misfits = [misfit(value, choice, where) for choice in schema["anyOf"]]
         return "" if "" in misfits else misfits[0]
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
@@ -95,14 +88,14 @@ def misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
         return f"{where} must be one of {schema['enum']}; got {value!r:.80}"
     inside: list[tuple[Any, Any, Any]] = []
     if isinstance(value, list):
-        each = schema.get("prefixItems", [schema.get("items", {})] * len(value))
-        if len(each) != len(value):
-            return f"{where} must have {len(each)} items; got {len(value)}"
-        inside = list(zip(range(len(value)), value, each, strict=True))
+        items = schema.get("prefixItems", [schema.get("items", {})] * len(value))
+        if len(items) != len(value):
+            return f"{where} must have {len(items)} items; got {len(value)}"
+        inside = list(zip(range(len(value)), value, items, strict=True))
     elif isinstance(value, dict):
         inside = [(name, item, schema.get("additionalProperties", {})) for name, item in value.items()]
-    found = (misfit(item, one, f"{where}[{place!r:.40}]") for place, item, one in inside)
-    return next(filter(None, found), "")
+    misfits = (misfit(item, of_item, f"{where}[{key!r:.40}]") for key, item, of_item in inside)
+    return next(filter(None, misfits), "")
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:
@@ -118,15 +111,15 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
     if origin is list:
         return {"type": "array", "items": _schema(inside[0], where)}
     if origin is tuple and ... not in inside:
-        return {"type": "array", "prefixItems": [_schema(each, where) for each in inside]}
+        return {"type": "array", "prefixItems": [_schema(item, where) for item in inside]}
     if origin is dict and inside[0] is str:
         return {"type": "object", "additionalProperties": _schema(inside[1], where)}
     if origin in (Union, types.UnionType):
-        several = [_schema(each, where) for each in inside if each is not type(None)]
-        plain = all(one.keys() == {"type"} for one in several)
-        kinds = sorted({one["type"] for one in several}) if plain else []
-        found = several[0] if len(several) == 1 else {"type": kinds} if plain else {"anyOf": several}
-        return found | ({"nullable": True} if type(None) in inside else {})
+        choices = [_schema(choice, where) for choice in inside if choice is not type(None)]
+        plain = all(choice.keys() == {"type"} for choice in choices)
+        kinds = sorted({choice["type"] for choice in choices}) if plain else []
+        schema = choices[0] if len(choices) == 1 else {"type": kinds} if plain else {"anyOf": choices}
+        return schema | ({"nullable": True} if type(None) in inside else {})
     raise ValueError(
         f"{where} has the type {hint!r:.120}, which has no JSON schema; use str, int, float, bool, list, tuple, dict, Literal, or unions of these"
     )

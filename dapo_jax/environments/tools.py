@@ -8,6 +8,7 @@ errors, and the episode continues.
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -71,13 +72,13 @@ class Tools:
             task.cancel()
         if not is_in_time:
             return "", f"{call.name}: no result within {self._timeout_s:g} s"
-        found, error = task.result()
-        text = found if error is None else f"{type(error).__name__}: {error!s:.500}"
+        result, error = task.result()
+        text = result if error is None else f"{type(error).__name__}: {error!s:.500}"
         try:
             text = str(text) if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
             text.encode("utf-8")  # raises for an unpaired surrogate
         except (TypeError, ValueError, RecursionError):
-            return "", f"{call.name} returned a {type(found).__name__} that cannot be converted to text"
+            return "", f"{call.name} returned a {type(result).__name__} that cannot be converted to text"
         return (text, "") if error is None else ("", f"{call.name}: {text}")
 
 
@@ -95,31 +96,26 @@ class ToolEpisode:
 
     async def step(self, turn: Turn) -> Step:
         """Returns the results of the turn's calls. If there are no calls, grades the answer and ends the episode."""
-        found = tool_calls(turn.marked_text or turn.text, self.tools.schemas)
-        if not found:
-            ended = await self.finish(turn)
-            metrics = {**self.metrics(), **ended.metrics}
-            return Step(reward=ended.reward, done=True, correct=ended.correct, metrics=metrics)
+        calls = tool_calls(turn.marked_text or turn.text, self.tools.schemas)
+        if not calls:
+            final = await self.finish(turn)
+            return replace(final, done=True, metrics={**self.metrics(), **final.metrics})
         messages: list[Message] = []
-        for call in found:  # one at a time, because a call may depend on the previous one
+        for call in calls:  # one at a time, because a call may depend on the previous one
             text, is_error = await self.tools.result(call)
             self.calls, self.errors = self.calls + 1, self.errors + is_error
-            named = {"name": call.name} if isinstance(call, ToolCall) and not is_error else {}
-            messages.append({"role": "tool", **named, "content": text})
+            name = {"name": call.name} if isinstance(call, ToolCall) and not is_error else {}
+            messages.append({"role": "tool", **name, "content": text})
         return Step(append=messages, metrics=self.metrics())
 
     async def finish(self, turn: Turn) -> Step:
-        """Grades the final answer. Returns a Step with `reward`, `correct` and `metrics`.
-
-        Raises:
-            ValueError: `grade` is missing or did not return a verdict.
-        """
+        """Grades the final answer. Returns a Step with `reward`, `correct` and `metrics`. Raises ValueError if `grade` returns no verdict."""
         if self._grade is None:
             raise ValueError("a tool episode needs `grade`, or a subclass that overrides `finish`")
-        given, error = await outcome(self._grade, turn.text, self.row)
+        result, error = await outcome(self._grade, turn.text, self.row)
         if error is not None:
             raise error
-        verdict: Verdict = as_verdict(given, name="grade")
+        verdict: Verdict = as_verdict(result, name="grade")
         reward = float(verdict.correct) if verdict.score is None else verdict.score
         return Step(reward=reward, correct=verdict.correct, metrics=verdict.parts)
 
@@ -141,18 +137,13 @@ class ToolEnvironment:
 
 
 def conversation(row: Mapping[str, Any], added: str = "") -> list[Message]:
-    """Returns the messages in a row's `prompt`. If the prompt is a text, it becomes a user message.
+    """Returns the messages in a row's `prompt`, which may be a text. `added`, for example the first observation, is added to the last message.
 
-    Args:
-        row: the data row.
-        added: text to add to the last message, for example the first observation.
-
-    Raises:
-        ValueError: there are no messages, or the last message has no text content.
+    Raises ValueError if there are no messages, or the last message has no text content.
     """
-    asked = row.get("prompt", "")
-    given = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    messages: list[Message] = [dict(one) for one in given]
+    prompt = row.get("prompt", "")
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages: list[Message] = [dict(message) for message in prompt]
     if not messages:
         raise ValueError("the row's prompt has no messages")
     if not added:
