@@ -54,11 +54,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
     """Names of the options that `data.source_options` may set."""
 
     def __init__(self, files: Files, *, data_dir: str, file_format: str) -> None:
-        """Finds the files, and computes the hash of their bytes for the dataset's name.
-
-        Raises:
-            ValueError: the file or folder does not exist, or there is no file with a supported extension.
-        """
+        """Finds the files (see `data_files` for the errors), and computes the hash of their bytes for the dataset's name."""
         path = Path(files.path).expanduser()
         self._files, self._settings, self._options = data_files(path), files, files.options
         settings = [FORMAT, dict(files.options), files.on_bad_row, files.deduplicate]
@@ -76,66 +72,60 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         return tfds.core.BuilderConfig(name=name)
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns `prompt`, `answer` and any other fields to add to a row. `fields` are the row's fields in the file.
-
-        Raises:
-            ValueError: a field is missing or has the wrong type.
-        """
+        """Returns `prompt`, `answer` and any other fields to add to a row. `fields` are the row's fields in the file. Raises ValueError if one is missing."""
         return {"prompt": field_of(fields, self.QUESTION), "answer": field_of(fields, "answer")}
 
     def splits(self) -> dict[str, list[dict[str, str]]]:
-        """Reads and checks the rows of each split.
-
-        Raises:
-            ValueError: a file is damaged, a row is bad and `on_bad_row` is `error`, or no rows remain.
-        """
-        found: dict[str, SplitRows] = {}
+        """Reads and checks the rows of each split. Raises ValueError if a file is damaged, a row is bad and not to be skipped, or no rows remain."""
+        splits: dict[str, SplitRows] = {}
         for file in self._files:
             # A file's name may begin with its split, for example `train-00000-of-00002.parquet`.
-            named = _SPLIT.match(file.name)
-            split = _SPLITS[named[1].lower()] if named else self.SPLIT
-            self._read(file, found.setdefault(split, SplitRows()))
-        kept = {split: one for split, one in found.items() if one.rows}
+            match = _SPLIT.match(file.name)
+            split = _SPLITS[match[1].lower()] if match else self.SPLIT
+            self._read(file, splits.setdefault(split, SplitRows()))
+        kept = {split: read for split, read in splits.items() if read.rows}
         if not kept:
-            bad = [problem for one in found.values() for problem in one.counts["skipped_rows"]]
+            bad = [problem for read in splits.values() for problem in read.counts["skipped_rows"]]
             why = f"all rows are bad. The first bad row: {bad[0]}" if bad else "no rows"
             raise ValueError(f"{', '.join(file.name for file in self._files)}: {why}")
-        self.info.metadata.update({split: one.counts for split, one in kept.items()})
-        return {split: one.rows for split, one in kept.items()}
+        self.info.metadata.update({split: read.counts for split, read in kept.items()})
+        return {split: read.rows for split, read in kept.items()}
 
     def _read(self, file: Path, into: SplitRows) -> None:
         """Adds the rows of a file to its split. If `deduplicate` is set, skips prompts that the split already contains."""
-        for place, fields in file_rows(file):
-            into.counts["rows"] += 1
+        counts = into.counts
+        for where, fields in file_rows(file):
+            counts["rows"] += 1
             try:
                 if isinstance(fields, Exception):
                     raise ValueError(fields)
                 row = checked_row({**fields, **self.example(fields)})
-                row |= {"source_name": self.name, "source_row": place}
-                asked = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
-                if self._settings.deduplicate and asked in into.answers:
-                    into.counts["repeated"] += 1
-                    into.counts["conflicting"] += into.answers[asked] != row["answer"]
+                row |= {"source_name": self.name, "source_row": where}
+                prompt = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
+                if self._settings.deduplicate and prompt in into.answers:
+                    counts["repeated"] += 1
+                    counts["conflicting"] += into.answers[prompt] != row["answer"]
                 else:
                     into.rows.append({"row": _json(row)})
-                    into.answers[asked] = row["answer"]
+                    into.answers[prompt] = row["answer"]
             except ValueError as error:
+                problem, remedy = (
+                    f"{where}: {error}",
+                    "(data.on_bad_row=skip leaves such rows out and counts them)",
+                )
                 if self._settings.on_bad_row == "error":
-                    raise ValueError(
-                        f"{place}: {error} (data.on_bad_row=skip leaves such rows out and counts them)"
-                    ) from error
-                into.counts["skipped"] += 1
-                if len(into.counts["skipped_rows"]) < SHOWN:
-                    into.counts["skipped_rows"].append(f"{place}: {error}")
+                    raise ValueError(f"{problem} {remedy}") from error
+                counts["skipped"] += 1
+                counts["skipped_rows"] += [problem] if len(counts["skipped_rows"]) < SHOWN else []
 
 
 def field_of(fields: Mapping[str, Any], name: str) -> Any:
     """Returns a field by its name, such as `reward_model.ground_truth` for a nested field. Raises ValueError if the field is missing."""
     value: Any = fields
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
+    for key in name.split("."):
+        if not isinstance(value, Mapping) or key not in value:
             raise ValueError(f"no field {name!r}; the row's fields are {sorted(map(str, fields))}")
-        value = value[part]
+        value = value[key]
     return value
 
 

@@ -40,11 +40,11 @@ def data_files(path: Path) -> list[Path]:
     """
     if path.is_dir():
         inside = [file for file in (*path.iterdir(), *path.glob("*/*")) if file.name.endswith(KINDS)]
-        found = sorted(filter(Path.is_file, inside))
-        folders = sorted({file.parent.name for file in found})
-        here = [file for file in found if file.parent == path]
+        files = sorted(filter(Path.is_file, inside))
+        folders = sorted({file.parent.name for file in files})
+        here = [file for file in files if file.parent == path]
         if here or len(folders) == 1:  # the folder `data` of a dataset on the hub
-            return here or found
+            return here or files
         where = f", but its folders {', '.join(folders)} have some: choose one" if folders else ""
         raise ValueError(f"the folder {path} has no data file{where}; data files end in {', '.join(KINDS)}")
     if not path.is_file():
@@ -55,11 +55,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def file_rows(path: Path) -> Iterator[FileRow]:
-    """Yields all rows of one file in order. For a bad row, yields an exception instead of the fields.
-
-    Raises:
-        ValueError: the file is damaged, for example truncated.
-    """
+    """Yields all rows of one file in order. For a bad row, yields an exception instead of the fields. Raises ValueError if the file is damaged."""
     return _parquet_rows(path) if path.suffix == ".parquet" else _line_rows(path)
 
 
@@ -104,8 +100,8 @@ def _python_rows(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
     try:
         yield from batch.to_pylist()  # much faster than row by row
     except (ValueError, OverflowError):
-        for place in range(batch.num_rows):
+        for number in range(batch.num_rows):
             try:
-                yield from batch.slice(place, 1).to_pylist()
+                yield from batch.slice(number, 1).to_pylist()
             except (ValueError, OverflowError) as error:
                 yield ValueError(f"cannot be read: {error}")

@@ -55,13 +55,13 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         raise NotImplementedError  # abstract in TFDS, but never called here
 
 
-def uniform(*place: str | int) -> float:
-    """Returns a pseudorandom number in [0, 1). It depends only on `place`, such as ("split", seed, row), and not on any library version.
+def uniform(*key: str | int) -> float:
+    """Returns a pseudorandom number in [0, 1). It depends only on `key`, such as ("split", seed, row), and not on any library version.
 
     >>> uniform("split", 0, 1) == uniform("split", 0, 1) != uniform("split", 0, 2)
     True
     """
-    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
@@ -72,8 +72,8 @@ def chosen(weights: Mapping[str, float], luck: float) -> str:
     ['a', 'a', 'b', 'b']
     """
     edges = [*itertools.accumulate(weights.values())]
-    place = bisect.bisect(edges, luck * edges[-1])
-    return [*weights][min(place, len(edges) - 1)]  # rounding may yield the last edge
+    index = bisect.bisect(edges, luck * edges[-1])
+    return [*weights][min(index, len(edges) - 1)]  # rounding may yield the last edge
 
 
 def named(kind: str, *constants: Any) -> list[tfds.core.BuilderConfig]:

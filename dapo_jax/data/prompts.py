@@ -75,11 +75,7 @@ class PromptSource:
         return index
 
     def __getitem__(self, ordinal: int) -> Prompt:
-        """Returns the prompt at `ordinal`, which is at least 0.
-
-        Raises:
-            ValueError: the row's prompt is longer than `max_prompt_tokens` or cannot be tokenized.
-        """
+        """Returns the prompt at `ordinal` >= 0. Raises ValueError if it is longer than `max_prompt_tokens` or cannot be tokenized."""
         return self._prompt(ordinal, self.row_index(ordinal))
 
 
@@ -119,19 +115,18 @@ def measured_prompts(
 ) -> tuple[Int64[np.ndarray, " rows"], list[bytes]]:
     """Returns each row's prompt length in tokens, and a hash of each row's prompt tokens and grader fields.
 
-    Raises:
-        ValueError: a prompt cannot be tokenized.
+    Raises ValueError if a prompt cannot be tokenized.
     """
-    lengths, digests = np.zeros(len(rows), np.int64), []
+    lengths, digests = [], []
     for index in range(len(rows)):
         row = rows[index]
         _, tokens = _encoded(row, tokenizer, index, prompt_format)
-        lengths[index] = len(tokens)
+        lengths.append(len(tokens))
         # Excludes a row's position in its file from the hash, because it does not affect training.
         seen = {name: row[name] for name in sorted(row) if name != "source_row"}
         content = json.dumps(seen, default=_plain, skipkeys=True).encode()
         digests.append(hashlib.sha256(tokens.tobytes() + content).digest())
-    return lengths, digests
+    return np.array(lengths, np.int64), digests
 
 
 def _plain(value: object) -> Any:
@@ -194,11 +189,7 @@ class PromptStream:
         self._next, self._prompts = -1, iter(list[Prompt]())
 
     def at(self, ordinal: int) -> Prompt:
-        """Returns the prompt at `ordinal`. Threads then prepare the prompts that follow.
-
-        Raises:
-            ValueError: the row's prompt is too long or cannot be tokenized.
-        """
+        """Returns the prompt at `ordinal`, with the errors of `PromptSource`. Threads then prepare the prompts that follow."""
         if ordinal != self._next:
             self._prompts = self._source.stream(ordinal, stride=self._hosts, ahead=self._ahead)
         prompt = next(self._prompts)
@@ -223,32 +214,31 @@ class PairSource:
     def __getitem__(self, i: int) -> tuple[Int32[np.ndarray, " prompt"], Int32[np.ndarray, " response"]]:
         """Returns the tokens of pair `i`: the prompt, and the response with the end token.
 
-        Raises:
-            ValueError: the row has no demonstration, or a text is too long or cannot be tokenized.
+        Raises ValueError if the row has no demonstration, or a text is too long or cannot be tokenized.
         """
         prompt = self._prompts[i]
-        place = place_of(prompt.row, self._prompts.row_index(i))
-        choices = _demonstrations(prompt.row, place)
+        where = place_of(prompt.row, self._prompts.row_index(i))
+        choices = _demonstrations(prompt.row, where)
         text = choices[int(np.random.default_rng([self._seed, i]).integers(len(choices)))]
         is_turn = self._prompts.prompt_format.data.chat or not isinstance(prompt.row["prompt"], str)
         end = self._turn_end if is_turn else self._tokenizer.eos_id
         try:
             response = np.append(self._tokenizer.encode(text, prompt.tokens), np.int32(end))
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        if len(response) > self._max_response_tokens:
+            raise ValueError(f"{where}: {error}") from error
+        if (count := len(response)) > self._max_response_tokens:
             raise ValueError(
-                f"{place}: the response has {len(response) - 1} + 1 end token = {len(response)} tokens, "
-                f"more than max_response_tokens={self._max_response_tokens}; raise it or remove the row"
+                f"{where}: the response has {count - 1} + 1 end token = {count} tokens, more than "
+                f"max_response_tokens={self._max_response_tokens}; raise it or remove the row"
             )
         return prompt.tokens, response
 
 
-def _demonstrations(row: Mapping[str, Any], place: str) -> Sequence[str]:
+def _demonstrations(row: Mapping[str, Any], where: str) -> Sequence[str]:
     choices = row["responses"] if "responses" in row else [row["response"]] if "response" in row else []
     if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(
-            f"{place} needs a demonstration, either 'responses' (a list of strings) or 'response' (a string); "
+            f"{where} needs a demonstration, either 'responses' (a list of strings) or 'response' (a string); "
             f"its fields are {sorted(map(str, row))}"
         )
     return choices

@@ -79,16 +79,16 @@ def load_rows(
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
     builder = _prepared(source_name, data_dir or prepared_folder(), files)
     splits, count = builder.info.splits, 0
-    there = sorted(splits)
-    if or_only and len(there) == 1:
-        [split] = there
+    names = sorted(splits)
+    if or_only and len(names) == 1:
+        [split] = names
     with contextlib.suppress(ValueError):  # raised for an unknown split, and for a slice beyond the last row
         count = splits[split].num_examples
     if count <= 0:
-        sizes = " and ".join(f"{splits[name].num_examples:,}" for name in there)
+        sizes = " and ".join(f"{splits[name].num_examples:,}" for name in names)
         raise ValueError(
-            f"dataset {source_name!r} has no split {split!r}; it has {there}, with {sizes} rows, and a slice needs at least one of them. To hold out "
-            f"the first 100 rows, for example, set data.eval_split={there[0]}[:100] and data.train_split={there[0]}[100:]"
+            f"dataset {source_name!r} has no split {split!r}; it has {names}, with {sizes} rows, and a slice needs at least one of them. To hold out "
+            f"the first 100 rows, for example, set data.eval_split={names[0]}[:100] and data.train_split={names[0]}[100:]"
         )
     source = builder.as_data_source(split=split)
     counts = (builder.info.metadata or {}).get(split.partition("[")[0], {})
@@ -211,22 +211,20 @@ def reasoning_gym_rows(task: str, split: str, options: Mapping[str, Any]) -> lis
                 f"data.source_options.{name} must be a whole number of at least {least}; got {value!r}"
             )
     train, test = ours["train_questions"], ours["test_questions"]
-    own = {name: value for name, value in options.items() if name not in _OURS}
-    dataset = _dataset(task, seed=ours["seed"], size=_TRIES * (train + test), options=own)
-    held_out = _distinct(dataset, range(_TRIES * test), wanted=test, without=set())
-    if matched[1] == "test":
-        found = held_out
-    else:
-        places = range(_TRIES * test, _TRIES * (test + train))
-        found = _distinct(dataset, places, wanted=train, without=set(held_out))
-    if not found:
+    theirs = {name: value for name, value in options.items() if name not in _OURS}
+    dataset = _dataset(task, seed=ours["seed"], size=_TRIES * (train + test), options=theirs)
+    entries = held_out = _distinct(dataset, range(_TRIES * test), wanted=test, without=set())
+    if matched[1] == "train":
+        numbers = range(_TRIES * test, _TRIES * (test + train))
+        entries = _distinct(dataset, numbers, wanted=train, without=set(held_out))
+    if not entries:
         raise ValueError(
             f"{task} generates only {len(held_out)} different questions with these options, and all are in the test split; "
             "lower data.source_options.test_questions, or choose options that allow more questions"
         )
     rows = [
-        {"prompt": text, "answer": str(entry["answer"]), "task": task, "options": own, "entry": entry}
-        for text, entry in found.items()
+        {"prompt": text, "answer": str(entry["answer"]), "task": task, "options": theirs, "entry": entry}
+        for text, entry in entries.items()
     ]
     return rows[: int(matched[2])] if matched[2] else rows
 
@@ -252,12 +250,12 @@ def _dataset(task: str, *, seed: int, size: int, options: Mapping[str, Any]) -> 
         ) from error
 
 
-def _distinct(dataset: Any, places: range, *, wanted: int, without: set[str]) -> dict[str, dict[str, Any]]:
+def _distinct(dataset: Any, numbers: range, *, wanted: int, without: set[str]) -> dict[str, dict[str, Any]]:
     """Returns the first `wanted` different questions that are not in `without`, as a mapping from each question to its dataset entry."""
-    found: dict[str, dict[str, Any]] = {}
-    for entry in (dataset[place] for place in places):
-        if len(found) == wanted:
+    entries: dict[str, dict[str, Any]] = {}
+    for entry in map(dataset.__getitem__, numbers):
+        if len(entries) == wanted:
             break
         if entry["question"] not in without:
-            found.setdefault(entry["question"], entry)
-    return found
+            entries.setdefault(entry["question"], entry)
+    return entries

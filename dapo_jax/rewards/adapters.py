@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from dapo_jax.dapo.rollouts import Verdict, as_float
 from dapo_jax.rewards.sample import Sample, is_async, whole_group
 
-_Given = TypeVar("_Given")
+_Argument = TypeVar("_Argument")
 _Call = tuple[Mapping[str, Any], Callable[[Any], Any]]
 """The arguments of a function, and a function that converts its result."""
 
@@ -28,16 +28,16 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
 
     def call(samples: Sequence[Sample]) -> _Call:
         prompt = samples[0].prompt
-        asked = prompt.row.get("prompt", prompt.text)
+        question = prompt.row.get("prompt", prompt.text)
         responses: list[Any] = [sample.response for sample in samples]
-        if not isinstance(asked, str):
+        if not isinstance(question, str):
             responses = [[{"role": "assistant", "content": text}] for text in responses]
         row = {"answer": prompt.answer, **prompt.row}
         columns = {name: [value] * len(samples) for name, value in row.items() if name != "prompt"}
         metrics: dict[str, list[float]] = {}
         extras: dict[str, Sequence[Any]] = {}
         columns |= {
-            "prompts": [asked] * len(samples),
+            "prompts": [question] * len(samples),
             "completions": responses,
             "completion_ids": [sample.tokens.tolist() for sample in samples],
             "trainer_state": SimpleNamespace(global_step=samples[0].step),
@@ -45,7 +45,7 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
             "log_extra": lambda name, values: extras.update({name: values}),
         }
 
-        def verdicts(scores: Any) -> Any:
+        def read(scores: Any) -> Any:
             scores = scores.tolist() if getattr(scores, "ndim", None) == 1 else scores
             if not isinstance(scores, list | tuple) or len(scores) != len(samples):
                 return scores  # the caller reports it
@@ -54,14 +54,14 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
             except (TypeError, ValueError):
                 return scores  # the caller reports it
             parts = {name: fmean(logged) for name, logged in metrics.items()}
-            found = []
-            for place, (score, value) in enumerate(zip(scores, values, strict=True)):
-                extra = ", ".join(f"{name}={logged[place]!s:.500}" for name, logged in extras.items())
+            verdicts = []
+            for index, (score, value) in enumerate(zip(scores, values, strict=True)):
+                extra = ", ".join(f"{name}={logged[index]!s:.500}" for name, logged in extras.items())
                 reason = NOT_APPLICABLE if score is None else extra
-                found.append(Verdict(correct=value > 0, score=score, reason=reason, parts=parts))
-            return found
+                verdicts.append(Verdict(correct=value > 0, score=score, reason=reason, parts=parts))
+            return verdicts
 
-        return named_arguments(function, columns), verdicts
+        return named_arguments(function, columns), read
 
     return whole_group(_adapted(function, call))
 
@@ -75,19 +75,19 @@ def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
 
     def call(sample: Sample) -> _Call:
         row = sample.prompt.row
-        given = {
+        arguments = {
             "data_source": row.get("data_source", ""),
             "solution_str": sample.response,
             "ground_truth": sample.answer,
             "extra_info": row.get("extra_info"),
         }
-        return named_arguments(function, given), verdict
+        return named_arguments(function, arguments), verdict
 
-    def verdict(given: Any) -> Verdict:
-        fields = given if isinstance(given, Mapping) else {"score": given}
+    def verdict(result: Any) -> Verdict:
+        fields = result if isinstance(result, Mapping) else {"score": result}
         if "score" not in fields:
             raise ValueError(
-                f"a verl reward function must return a number, or a mapping with 'score'; got {given!r:.200}"
+                f"a verl reward function must return a number, or a mapping with 'score'; got {result!r:.200}"
             )
         score, extracted = as_float(fields["score"]), fields.get("pred")
         extracted = None if extracted is None else str(extracted)
@@ -100,15 +100,15 @@ ADAPTERS = {"trl": trl_reward, "verl": verl_reward}
 """Maps the prefix of a reward function's name, for example `trl` in `trl:rewards.py:brief`, to its adapter."""
 
 
-def _adapted(function: Callable[..., Any], call: Callable[[_Given], _Call]) -> Callable[[_Given], Any]:
+def _adapted(function: Callable[..., Any], call: Callable[[_Argument], _Call]) -> Callable[[_Argument], Any]:
     """Returns a function that calls `function` with the arguments from `call` and converts the result. It is async if `function` is async."""
 
-    async def awaited(given: _Given) -> Any:
-        arguments, read = call(given)
+    async def awaited(argument: _Argument) -> Any:
+        arguments, read = call(argument)
         return read(await function(**arguments))
 
-    def called(given: _Given) -> Any:
-        arguments, read = call(given)
+    def called(argument: _Argument) -> Any:
+        arguments, read = call(argument)
         return read(function(**arguments))
 
     return awaited if is_async(function) else called

@@ -92,7 +92,7 @@ class LoadedReward:
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
         """Returns the verdicts on a group's samples, in the order of the samples. Raises the exceptions of `grade_function`."""
-        found = []
+        verdicts = []
         for call in self.calls(samples):
             try:
                 result = self.function(self._argument(call))
@@ -100,8 +100,8 @@ class LoadedReward:
                 raise  # after a MemoryError, there may be no memory left to build an error message
             except BaseException as error:
                 raise self._failure(error, call) from error
-            found += self._verdicts(result, call)
-        return found
+            verdicts += self._verdicts(result, call)
+        return verdicts
 
     async def graded(self, call: Sequence[Sample]) -> list[Verdict]:
         """Calls an async function once, with the samples in `call`, and returns the verdicts on them."""
@@ -114,8 +114,8 @@ class LoadedReward:
         return self._verdicts(result, call)
 
     def _argument(self, call: Sequence[Sample]) -> Sample | list[Sample]:
-        own = handed_over(call)
-        return own if self.is_whole_group else own[0]
+        copies = handed_over(call)
+        return copies if self.is_whole_group else copies[0]
 
     def _failure(self, error: BaseException, call: Sequence[Sample]) -> RewardError:
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -129,15 +129,17 @@ class LoadedReward:
             if not self.is_whole_group:
                 return [self._judged(result, call[0])]
             # Arrays from any library are accepted as lists.
-            found = result.tolist() if getattr(result, "ndim", None) == 1 else result
-            is_list = isinstance(found, list | tuple)
-            if not is_list or len(found) != len(call):
-                given = f"{len(found)} verdicts" if is_list else f"{result!r:.200} ({type(result).__name__})"
+            verdicts = result.tolist() if getattr(result, "ndim", None) == 1 else result
+            is_list = isinstance(verdicts, list | tuple)
+            if not is_list or len(verdicts) != len(call):
+                shown = (
+                    f"{len(verdicts)} verdicts" if is_list else f"{result!r:.200} ({type(result).__name__})"
+                )
                 raise ValueError(
-                    f"reward function {self.name} returned {given} for {len(call)} responses; a function marked whole_group must return "
+                    f"reward function {self.name} returned {shown} for {len(call)} responses; a function marked whole_group must return "
                     "a list with a bool, a finite number or a Verdict for each response, in the same order"
                 )
-            return [self._judged(*pair) for pair in zip(found, call, strict=True)]
+            return [self._judged(*pair) for pair in zip(verdicts, call, strict=True)]
         except ValueError as error:
             raise RewardError(f"{error}; {_named(call)}") from error
 
@@ -149,28 +151,28 @@ class LoadedReward:
 
 
 def joined(
-    parts: Sequence[Future[list[Verdict]]],
-    join: Callable[[list[list[Verdict]]], Any] = lambda found: [*chain(*found)],
+    futures: Sequence[Future[list[Verdict]]],
+    join: Callable[[list[list[Verdict]]], Any] = lambda verdicts: [*chain(*verdicts)],
 ) -> Future[Any]:
-    """Returns a future whose result is `join` of the list of all parts' results. If a part raises or is cancelled, this future does the same."""
+    """Returns a future whose result is `join` of the list of all futures' results. If a future raises or is cancelled, this future does the same."""
     whole: Future[Any] = Future()
-    lock, waiting = threading.Lock(), len(parts)
+    lock, waiting = threading.Lock(), len(futures)
 
     def done(_: Future[list[Verdict]]) -> None:
         nonlocal waiting
         with lock:
             waiting -= 1
             last = waiting == 0
-        if last and any(part.cancelled() for part in parts):
+        if last and any(future.cancelled() for future in futures):
             whole.cancel()
         elif last:
             try:
-                whole.set_result(join([part.result() for part in parts]))
+                whole.set_result(join([future.result() for future in futures]))
             except Exception as error:
                 whole.set_exception(error)
 
-    for part in parts:
-        part.add_done_callback(done)
+    for future in futures:
+        future.add_done_callback(done)
     return whole
 
 
@@ -262,10 +264,10 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
     return Verdict(correct=score > 0, score=score)
 
 
-def _check_size(score: float, found: str) -> None:
+def _check_size(score: float, source: str) -> None:
     if not abs(score) <= MAX_SCORE:  # also true for NaN
         raise NonFiniteScoreError(
-            f"{found} {score:g}; a score must be finite and at most {MAX_SCORE:g} in magnitude"
+            f"{source} {score:g}; a score must be finite and at most {MAX_SCORE:g} in magnitude"
         )
 
 
@@ -275,30 +277,28 @@ def load_function(spec: str) -> Callable[..., Any]:
     Raises:
         ValueError: the file, module or function does not exist, the name is not callable, or the module fails to import.
     """
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
         raise ValueError(f"{spec!r} must have the form module:function or path/to/file.py:function")
-    if place.endswith(".py"):
-        module = _load_file(Path(place).expanduser(), spec)
+    if source.endswith(".py"):
+        module = _load_file(Path(source).expanduser(), spec)
     else:
         remedy = "; a module must be on Python's import path, and a file must be written as path/to/file.py:function"
-        module = loading(spec, f"the module {place!r}", lambda: importlib.import_module(place), remedy)
-    found = loading(spec, place, lambda: getattr(module, name, _ABSENT))
-    if found is _ABSENT:
+        module = loading(spec, f"the module {source!r}", lambda: importlib.import_module(source), remedy)
+    function = loading(spec, source, lambda: getattr(module, name, _ABSENT))
+    if function is _ABSENT:
         near = nearest(name, [known for known in vars(module) if known[0] != "_"])
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{spec}: {place} has no {name!r}{hint}")
-    if not callable(found):
-        raise ValueError(f"{spec}: {name!r} is of type {type(found).__name__}, which cannot be called")
-    return found
+        raise ValueError(f"{spec}: {source} has no {name!r}{hint}")
+    if not callable(function):
+        raise ValueError(f"{spec}: {name!r} is of type {type(function).__name__}, which cannot be called")
+    return function
 
 
-def loading(spec: str, place: str, load: Callable[[], Any], remedy: str = "") -> Any:
-    """Returns the result of `load()`, which runs user code.
+def loading(spec: str, source: str, load: Callable[[], Any], remedy: str = "") -> Any:
+    """Returns the result of `load()`, which runs user code. If the code raises or calls sys.exit, raises ValueError.
 
-    Raises:
-        ValueError: the code raised or called sys.exit. The message names `spec` (the configured value) and `place` (the
-            file, module or call that ran), and ends with `remedy`.
+    The message names `spec` (the configured value) and `source` (the file, module or call that ran), and ends with `remedy`.
     """
     try:
         return load()
@@ -306,11 +306,11 @@ def loading(spec: str, place: str, load: Callable[[], Any], remedy: str = "") ->
         raise
     except SystemExit as error:
         raise ValueError(
-            f"{spec}: {place} calls sys.exit({error.code!r:.200}) while it is loaded; put code that runs as a program after "
+            f"{spec}: {source} calls sys.exit({error.code!r:.200}) while it is loaded; put code that runs as a program after "
             '`if __name__ == "__main__":`'
         ) from error
     except BaseException as error:  # some exceptions, such as pytest's Skipped, do not derive from Exception
-        raise ValueError(f"{spec}: {place} fails with {type(error).__name__}: {error}{remedy}") from error
+        raise ValueError(f"{spec}: {source} fails with {type(error).__name__}: {error}{remedy}") from error
 
 
 def _load_file(path: Path, spec: str) -> ModuleType:
@@ -319,16 +319,16 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     # The module's name includes a hash of the path, so two files with the same name become two modules.
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     name = f"dapo_jax_file_{path.stem}_{digest}"
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    file = importlib.util.spec_from_file_location(name, path)
+    assert file is not None
+    assert file.loader is not None
+    module = importlib.util.module_from_spec(file)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # so that the file can import files next to it
     sys.modules[name] = module  # dataclasses look up their module in sys.modules while the file runs
     try:
-        loading(spec, str(path), partial(found.loader.exec_module, module))
+        loading(spec, str(path), partial(file.loader.exec_module, module))
     except BaseException:
         sys.modules.pop(name, None)
         raise

@@ -35,10 +35,10 @@ def exact_grader(marker: str = "=") -> Grader:
     """
 
     def grade(response: str, answer: str) -> Verdict:
-        _, found, after = response.rpartition(marker) if marker else ("", "whole", response)
-        if not found:
+        if marker not in response:
             return Verdict(correct=False, reason=f"no {marker!r} in the response")
-        extracted, expected = after.strip(), answer.strip()
+        stated = response.rpartition(marker)[2] if marker else response
+        extracted, expected = stated.strip(), answer.strip()
         if not extracted:
             reason = f"nothing after the last {marker!r}" if marker else "the response is empty"
             return Verdict(correct=False, reason=reason)
@@ -55,12 +55,10 @@ def exact_grader(marker: str = "=") -> Grader:
 def math_verify_grader(response: str, answer: str) -> Verdict:
     r"""Grades with Math-Verify at its default settings, with the reference in `\boxed{}` as in verl. Its own time limits need the main thread, so they are off."""
     package = math_verify()
-    gold, found = (package.parse(text, parsing_timeout=None) for text in (rf"\boxed{{{answer}}}", response))
-    correct = package.verify(gold, found, timeout_seconds=None)
-    extracted = str(found[-1]) if found else None
-    return Verdict(
-        correct=correct, extracted=extracted, reason="equal" if correct else f"expected {answer!r}"
-    )
+    gold, parsed = (package.parse(text, parsing_timeout=None) for text in (rf"\boxed{{{answer}}}", response))
+    correct = package.verify(gold, parsed, timeout_seconds=None)
+    reason = "equal" if correct else f"expected {answer!r}"
+    return Verdict(correct=correct, extracted=str(parsed[-1]) if parsed else None, reason=reason)
 
 
 @cache

@@ -45,12 +45,9 @@ class Grading:
             self.on_close()
 
     def groups(self, sampled: Iterable[tuple[Prompt, tuple[Response, ...]]]) -> Iterator[Group]:
-        """Yields the graded groups in sampling order.
+        """Yields the graded groups in sampling order. Raises RewardError if the grader raised or did not return a verdict.
 
         Submits the responses to the next prompt without waiting for the verdicts on earlier prompts.
-
-        Raises:
-            RewardError: the grader raised or did not return a verdict.
         """
         pending: deque[Future[Group]] = deque()
         for prompt, responses in sampled:
@@ -65,7 +62,7 @@ class Grading:
         samples = samples_of(prompt, responses, tokenizer=self.tokenizer)
         self.on_submit()
         shaped = partial(shaped_group, prompt, responses, samples, shaping=self.shaping)
-        return joined([self.submit(samples)], lambda found: shaped(verdicts=found[0]))
+        return joined([self.submit(samples)], lambda verdicts: shaped(verdicts=verdicts[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,8 @@ def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
     """Returns a `Submit` that grades with all parts and sums their weighted rewards, see `summed`. Part names must be unique."""
 
     def submit(samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        return joined([part.submit(samples) for part in parts], lambda found: summed(parts, found, shaping))
+        futures = [part.submit(samples) for part in parts]
+        return joined(futures, lambda verdicts: summed(parts, verdicts, shaping))
 
     return submit
 
@@ -94,14 +92,12 @@ def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping
 
     `correct` and `extracted` come from the first part. `score` is the weighted sum of the rewards. `reason` lists the terms of the sum,
     each with its part's reason. `lost` is the first non-empty `lost` of the parts. `parts` contains each part's reward before
-    weighting. `Shaping.rewards` sets the reward for a lost verdict.
-
-    Raises:
-        RewardError: a sum exceeds `MAX_SCORE`, although no part's score does. The message lists the terms.
+    weighting. `Shaping.rewards` sets the reward for a lost verdict. If a sum exceeds `MAX_SCORE`, raises RewardError with the terms.
     """
-    rewards = [shaping.rewards(own, weight=part.weight) for part, own in zip(parts, verdicts, strict=True)]
+    pairs = zip(parts, verdicts, strict=True)
+    rewards = [shaping.rewards(of_part, weight=part.weight) for part, of_part in pairs]
     responses = zip(zip(*verdicts, strict=True), zip(*rewards, strict=True), strict=True)
-    return [_sum(parts, *one) for one in responses]
+    return [_sum(parts, *response) for response in responses]
 
 
 def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[float]) -> Verdict:

@@ -122,7 +122,7 @@ class GradingPool:
             raise RewardError(answer["failed"])
         return [Verdict(**verdict) for verdict in answer["verdicts"]]
 
-    def _count_death(self, call: Sequence[Sample], how: str, *, counts: bool, gives_up: bool) -> None:
+    def _count_death(self, call: Sequence[Sample], cause: str, *, counts: bool, gives_up: bool) -> None:
         """Counts a worker's death if `counts` is true. Prints a message for the first few deaths, and raises RewardError if there are too many."""
         with self._lock:
             self._deaths += counts
@@ -130,14 +130,14 @@ class GradingPool:
         where = f"prompt {call[0].prompt.ordinal}, response {call[0].response[:60]!r}"
         if counts and deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
             raise RewardError(
-                f"reward function {self._grader}: its worker died {deaths} times in {asked} calls, the last time on {where}: {how}. A "
+                f"reward function {self._grader}: its worker died {deaths} times in {asked} calls, the last time on {where}: {cause}. A "
                 "reward function must return or raise. It must not end its process, or start a thread or timer that ends it later. To "
                 "find the cause, call it on that response alone"
             ) from None
         if deaths <= DEATHS_BORNE:
             then = "the response counts as wrong" if gives_up else "retrying on a new worker"
             with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed or missing
-                print(f"reward function {self._grader}, on {where}: {how}; {then}", file=sys.stderr)
+                print(f"reward function {self._grader}, on {where}: {cause}; {then}", file=sys.stderr)
 
 
 def _lost(call: Sequence[Sample], lost: Lost, reason: str) -> list[Verdict]:
@@ -158,7 +158,7 @@ def load_grader(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
 
 def _graded(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any]:
     try:
-        return {"verdicts": [asdict(verdict) for verdict in grade([sample_of(part) for part in call])]}
+        return {"verdicts": [asdict(verdict) for verdict in grade([*map(sample_of, call)])]}
     except MemoryError:
         return {"memory": True}
     except RewardError as error:  # its message already contains the prompt

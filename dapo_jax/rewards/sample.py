@@ -52,9 +52,8 @@ def handed_over(call: Sequence[Sample]) -> list[Sample]:
     The row is copied. Tokens become read-only views, so that long responses are not copied.
     """
     prompt = call[0].prompt
-    row = {name: copied(value) for name, value in prompt.row.items()}
-    own = replace(prompt, tokens=read_only(prompt.tokens), row=row)
-    return [replace(sample, prompt=own, tokens=read_only(sample.tokens)) for sample in call]
+    prompt = replace(prompt, tokens=read_only(prompt.tokens), row=copied(dict(prompt.row)))
+    return [replace(sample, prompt=prompt, tokens=read_only(sample.tokens)) for sample in call]
 
 
 def read_only(tokens: np.ndarray) -> np.ndarray:
@@ -108,11 +107,7 @@ def _called(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Returns the samples of one call as JSON-serializable dicts. NumPy values become Python values, and tuples become lists.
-
-    Raises:
-        TypeError: a prompt's row contains a value that JSON cannot represent.
-    """
+    """Returns the samples of one call as JSON-serializable dicts. Raises TypeError if JSON cannot represent a value of a prompt's row."""
     return [
         {
             "ordinal": sample.prompt.ordinal,
@@ -129,48 +124,39 @@ def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     ]
 
 
-def sample_of(part: Mapping[str, Any]) -> Sample:
+def sample_of(record: Mapping[str, Any]) -> Sample:
     """Converts a dict from `call_of` to a `Sample`. Also accepts a saved rollout, because it has the same fields."""
     prompt = Prompt(
-        ordinal=part["ordinal"],
-        tokens=np.array(part["prompt_token_ids"], np.int32),
-        text=part["prompt"],
-        answer=part["answer"],
-        row=part["row"],
+        ordinal=record["ordinal"],
+        tokens=np.array(record["prompt_token_ids"], np.int32),
+        text=record["prompt"],
+        answer=record["answer"],
+        row=record["row"],
     )
     return Sample(
         prompt=prompt,
-        response=part["response"],
-        tokens=np.array(part["response_token_ids"], np.int32),
-        finish_reason=part["finish_reason"],
-        step=part.get("spans", [[0, 0]])[0][1],
+        response=record["response"],
+        tokens=np.array(record["response_token_ids"], np.int32),
+        finish_reason=record["finish_reason"],
+        step=record.get("spans", [[0, 0]])[0][1],
     )
 
 
 def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:
-    """Returns a data row with NumPy values converted to Python values, and tuples to lists.
-
-    Raises:
-        TypeError: a field contains a value that JSON cannot represent. The message suggests removing the field, or the alternative `instead`.
-    """
-    found = {}
+    """Returns a data row with `plain` values. If JSON cannot represent a value, raises TypeError, which suggests the alternative `instead`."""
+    values = {}
     for name, value in row.items():
         try:
-            found[name] = plain(value)
+            values[name] = plain(value)
         except TypeError as error:
             raise TypeError(
                 f"the row's field {name!r} cannot be sent to a worker as JSON, because it contains {error}; remove it from the row, or {instead}"
             ) from error
-    return found
+    return values
 
 
 def plain(value: Any) -> Any:
-    """Converts NumPy values to Python values and tuples to lists, recursively.
-
-    Raises:
-        TypeError: JSON cannot represent a value. The message contains the value and its type.
-        RecursionError: the value is nested too deeply, or contains itself.
-    """
+    """Converts NumPy values to Python values and tuples to lists, recursively. Raises TypeError if JSON cannot represent a value."""
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):

@@ -54,11 +54,7 @@ class Shaping:
     """Magnitude of the full penalty."""
 
     def penalty(self, response_tokens: int) -> float:
-        """Returns the overlong penalty (DAPO Eq. 13) of a response, or 0 if the penalty is disabled.
-
-        Raises:
-            ValueError: `buffer_tokens` and `max_response_tokens` are inconsistent.
-        """
+        """Returns the overlong penalty (DAPO Eq. 13) of a response, or 0 if the penalty is disabled. Raises ValueError if the limits are inconsistent."""
         if not self.overlong:
             return 0.0
         limits = {"max_response_tokens": self.max_response_tokens, "buffer_tokens": self.buffer_tokens}
@@ -75,14 +71,19 @@ class Shaping:
             weight: the factor that the caller applies to the rewards. If it is negative, the highest reward is the worst.
         """
         rule = {True: self.correct, False: self.incorrect}
-        found = [
-            None if _is_missing(one) else rule[one.correct] if one.score is None else one.score
-            for one in verdicts
+        rewards = [
+            None
+            if _is_missing(verdict)
+            else rule[verdict.correct]
+            if verdict.score is None
+            else verdict.score
+            for verdict in verdicts
         ]
-        known = [reward for reward in found if reward is not None]
+        known = [reward for reward in rewards if reward is not None]
         worst, mean = (min if weight > 0 else max)(*known, *rule.values()), sum(known) / max(len(known), 1)
         missing = [worst if verdict.lost else mean for verdict in verdicts]
-        return [instead if one is None else one for one, instead in zip(found, missing, strict=True)]
+        pairs = zip(rewards, missing, strict=True)
+        return [instead if reward is None else reward for reward, instead in pairs]
 
 
 def _is_missing(verdict: Verdict) -> bool:
@@ -109,9 +110,9 @@ def shaped_group(
             warnings.warn(f"{NOT_APPLICABLE}; its reward is the group's mean", stacklevel=2)
         if scored and _is_missing(verdict):
             verdict = replace(verdict, score=reward)
-        penalty, text = shaping.penalty(response.sampled_tokens), sample.response
-        paid = {"reward": reward + penalty, "overlong_penalty": penalty}
-        rollouts.append(Rollout(response=response, text=text, verdict=verdict, **paid))
+        penalty = shaping.penalty(response.sampled_tokens)
+        graded = {"verdict": verdict, "reward": reward + penalty, "overlong_penalty": penalty}
+        rollouts.append(Rollout(response=response, text=sample.response, **graded))
     return Group(prompt=prompt, rollouts=tuple(rollouts))
 
 

@@ -88,32 +88,32 @@ def draw_style(terms: Question, draw: int) -> tuple[str, int]:
 
 def split_questions() -> dict[str, list[Question]]:
     """Returns the shuffled questions of each split. Only `train` and `warm_start` share questions, the sums of two terms."""
-    found: dict[str, list[Question]] = {split: [] for split in QUESTIONS}
+    splits: dict[str, list[Question]] = {split: [] for split in QUESTIONS}
     for count in TERMS:
         questions = _questions_of(count)
-        found["test"] += itertools.islice(questions, QUESTIONS["test"])
+        splits["test"] += itertools.islice(questions, QUESTIONS["test"])
         train = list(itertools.islice(questions, QUESTIONS["train"]))
-        found["train"] += itertools.islice(itertools.cycle(train), QUESTIONS["train"])
+        splits["train"] += itertools.islice(itertools.cycle(train), QUESTIONS["train"])
         others = list(itertools.islice(questions, QUESTIONS["warm_start"])) or train
-        found["warm_start"] += itertools.islice(itertools.cycle(others), QUESTIONS["warm_start"])
-    return {split: sorted(questions, key=_place) for split, questions in found.items()}
+        splits["warm_start"] += itertools.islice(itertools.cycle(others), QUESTIONS["warm_start"])
+    return {split: sorted(questions, key=_shuffling_key) for split, questions in splits.items()}
 
 
 def _questions_of(count: int) -> Iterator[Question]:
     """Yields distinct sums of `count` terms in random order."""
     if count <= 3:
-        yield from sorted(itertools.product(DIGITS, repeat=count), key=_place)
+        yield from sorted(itertools.product(DIGITS, repeat=count), key=_shuffling_key)
         return
     seen: set[Question] = set()
     for number in itertools.count():
-        luck = [uniform("term", SPLIT_SEED, count, number, term) for term in range(count)]
-        terms = tuple(DIGITS[int(each * len(DIGITS))] for each in luck)
+        luck = (uniform("term", SPLIT_SEED, count, number, term) for term in range(count))
+        terms = tuple(DIGITS[int(chance * len(DIGITS))] for chance in luck)
         if terms not in seen:
             seen.add(terms)
             yield terms
 
 
-def _place(terms: Question) -> float:
+def _shuffling_key(terms: Question) -> float:
     return uniform("split", SPLIT_SEED, prompt_text(terms))
 
 

@@ -71,7 +71,7 @@ def demonstration(low: int, number: int, draw: int = 0, *, patience: float = PAT
 
 def split_pairs() -> dict[str, list[tuple[int, int]]]:
     """Returns the shuffled pairs of each split. A pair is the first number of a range and a number in this range. `demonstrations` has all pairs."""
-    pairs = [(low, low + place) for low, place in itertools.product(LOWS, range(WIDTH))]
+    pairs = [(low, low + offset) for low, offset in itertools.product(LOWS, range(WIDTH))]
     pairs.sort(key=lambda pair: uniform("split", SPLIT_SEED, *pair))
     return {"train": pairs[:-TEST_PAIRS], "test": pairs[-TEST_PAIRS:], "demonstrations": pairs}
 

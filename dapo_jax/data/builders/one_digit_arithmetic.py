@@ -39,11 +39,11 @@ def questions() -> list[dict[str, str]]:
 def split_questions() -> dict[str, list[dict[str, str]]]:
     """Returns all questions, shuffled and split into `train` and `test`."""
 
-    def place(question: dict[str, str]) -> bytes:
+    def digest(question: dict[str, str]) -> bytes:
         # Shuffles by sorting hashes, because the order is then the same in all library versions.
         return hashlib.blake2b(f"{SPLIT_SEED} {question['prompt']}".encode(), digest_size=8).digest()
 
-    shuffled = sorted(questions(), key=place)
+    shuffled = sorted(questions(), key=digest)
     return {"train": shuffled[TEST_QUESTIONS:], "test": shuffled[:TEST_QUESTIONS]}
 
 
