@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from jaxtyping import Int
@@ -140,5 +140,5 @@ class Rendering:
         return guard.ids(new[done:], after)
 
 
-def _is_messages(value: Any) -> bool:
+def _is_messages(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Mapping)

@@ -26,7 +26,8 @@ def turn_as_json(turn: Turn) -> dict[str, Any]:
 def turn_of(fields: Mapping[str, Any]) -> Turn:
     """Converts a dict from `turn_as_json` back to a turn."""
     tokens, logprobs = np.array(fields["tokens"], np.int32), np.array(fields["logprobs"], np.float32)
-    return Turn(**{**fields, "tokens": read_only(tokens), "logprobs": read_only(logprobs)})
+    arrays: dict[str, Any] = {"tokens": read_only(tokens), "logprobs": read_only(logprobs)}
+    return Turn(**{**fields, **arrays})
 
 
 def step_as_json(step: Any) -> dict[str, Any]:

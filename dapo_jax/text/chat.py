@@ -98,29 +98,27 @@ class ChatTemplate:
         variables = variables or {}
         used = self.with_tools if variables.get("tools") else self
         marked, needed = deepcopy([dict(message) for message in messages]), list[int]()
-        for place, message in enumerate(marked):
+        for index, message in enumerate(marked):
             calls, is_system = message.get("tool_calls", []), message["role"] in ("system", "developer")
             needed.append(len(calls) or int(not is_system or message["content"].strip() != ""))
             for call in calls:
-                call["function"]["arguments"][f"zq{place}qz"] = ""
-            message["content"] += "" if calls else f"zq{place}qz"
-        text = used.render(messages, variables, today=today)
-        if variables.get("tools") and text == used.render(
-            messages, {**variables, "tools": None}, today=today
-        ):
+                call["function"]["arguments"][f"zq{index}qz"] = ""
+            message["content"] += "" if calls else f"zq{index}qz"
+        text, without = used.render(messages, variables, today=today), {**variables, "tools": None}
+        if variables.get("tools") and text == used.render(messages, without, today=today):
             raise ToolsError(
                 f"chat template {used.name} does not use the variable `tools`: use a model whose template does, such as Qwen2.5's, or describe the "
                 "tools in the system message, and pass no tools"
             )
         try:
-            found = used.render(marked, variables, today=today).casefold()
+            marked_text = used.render(marked, variables, today=today).casefold()
         except ValueError:  # the template refuses the marks, so the check is impossible
             return text
         on_purpose = "leaves out messages on purpose" in used.source  # for example in a comment
-        for place, least in enumerate(needed[given:]):
-            if found.count(f"zq{place + given}qz") < least and not on_purpose:
+        for index, least in enumerate(needed[given:]):
+            if marked_text.count(f"zq{index + given}qz") < least and not on_purpose:
                 raise ValueError(
-                    f"chat template {used.name} leaves out message {place} (role {messages[place + given]['role']!r}) or one of its tool calls: give it "
+                    f"chat template {used.name} leaves out message {index} (role {messages[index + given]['role']!r}) or one of its tool calls: give it "
                     "another role, such as 'user', or use a template that writes this message"
                 )
         return text
@@ -158,9 +156,8 @@ class _Generation(Extension):
 
 def _date(pattern: str, today: date | None) -> str:
     if today is None:
-        _refuse(
-            "it prints today's date, but no date is set: set data.template_date to a day such as 2024-07-26 (from Python: today=)"
-        )
+        remedy = "set data.template_date to a day such as 2024-07-26 (from Python: today=)"
+        _refuse(f"it prints today's date, but no date is set: {remedy}")
     if "s" in re.findall(r"%[-_0^#]*[0-9]*[EO]?(.)", pattern):
         _refuse(f"strftime_now({pattern!r}): %s depends on the machine's time zone")
     return datetime.combine(today, time()).strftime(pattern)

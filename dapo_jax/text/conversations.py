@@ -28,11 +28,7 @@ class Guarding:
         self._tokenizer, self._characters = tokenizer, 0
 
     def message(self, message: Message) -> dict[str, Any]:
-        """Returns a copy of the message in which every text except the role is guarded. A role cannot contain a special token.
-
-        Raises:
-            ValueError: the message is too long or nested too deeply, or its role is not a valid name.
-        """
+        """Returns a copy of the message in which every text except the role is guarded. Raises ValueError if the role is not a valid name."""
         if not _ROLE.fullmatch(message["role"]):
             raise ValueError(
                 f"a message has the role {message['role']!r:.80}; a role must be 1 to 64 letters, digits, _ or -"
@@ -42,16 +38,15 @@ class Guarding:
     def value(self, value: Any, depth: int = 0) -> Any:
         """Returns a copy of a JSON value in which every text is guarded, including the keys of mappings.
 
-        Raises:
-            ValueError: the value is too long or nested too deeply, is not JSON, or contains a lone surrogate or a guard.
+        Raises ValueError if the value is too long or nested too deeply, is not JSON, or contains a lone surrogate or a guard.
         """
         if value is None or isinstance(value, bool | int | float):
             return value
         if isinstance(value, str):
             self._characters += len(value)
-            if self._characters > MOST_CHARACTERS:
+            if (count := self._characters) > MOST_CHARACTERS:
                 raise ValueError(
-                    f"the messages have {self._characters:,} characters or more; the limit is {MOST_CHARACTERS:,}"
+                    f"the messages have {count:,} characters or more; the limit is {MOST_CHARACTERS:,}"
                 )
             return self._tokenizer.guarded(value)
         if not isinstance(value, Mapping | list | tuple):
@@ -67,8 +62,7 @@ class Guarding:
     def ids(self, rendered: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """Returns the token ids of a text that a template has rendered from guarded messages. For `after`, see `Tokenizer.encode`.
 
-        Raises:
-            ValueError: the template has written a guard as a JSON escape sequence.
+        Raises ValueError if the template has written a guard as a JSON escape sequence.
         """
         if _ESCAPED_GUARD.search(rendered):
             raise ValueError("the chat template writes characters beyond U+10EFFF as \\u escapes")

@@ -41,8 +41,8 @@ class PromptFormat:
                     "the prompt is plain text, but data.system_prompt or data.chat_template_kwargs is set, which only "
                     "conversations use; set data.chat=true (--chat) to send the prompt as a user message"
                 )
-            shown = [self._around(each["prompt"]) + each["response"] for each in self.data.few_shot]
-            text = "\n\n".join([*shown, self._around(prompt)])
+            examples = [self._around(shot["prompt"]) + shot["response"] for shot in self.data.few_shot]
+            text = "\n\n".join([*examples, self._around(prompt)])
             return text, tokenizer.encode_prompt(text)
         text = self._conversation(prompt, tokenizer)
         # The chat template has already written all special tokens, including the beginning-of-text token.
@@ -55,17 +55,17 @@ class PromptFormat:
 
     def _conversation(self, prompt: str | Sequence[Message], tokenizer: Tokenizer) -> str:
         template = template_of(tokenizer)
-        messages = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else checked_messages(prompt)
-        )
-        last = max(place for place, message in enumerate(messages) if message["role"] == "user")
-        asked = {**messages[last], "content": self._around(messages[last]["content"])}
-        shown = []
-        for each in self.data.few_shot:
-            shown.append({"role": "user", "content": self._around(each["prompt"])})
-            shown.append({"role": "assistant", "content": each["response"]})
+        messages = [_user(prompt)] if isinstance(prompt, str) else checked_messages(prompt)
+        last = max(index for index, message in enumerate(messages) if message["role"] == "user")
+        question = {**messages[last], "content": self._around(messages[last]["content"])}
+        examples = []
+        for shot in self.data.few_shot:
+            examples += [
+                _user(self._around(shot["prompt"])),
+                {"role": "assistant", "content": shot["response"]},
+            ]
         first = int(messages[0]["role"] in ("system", "developer"))
-        messages = [*messages[:first], *shown, *messages[first:last], asked, *messages[last + 1 :]]
+        messages = [*messages[:first], *examples, *messages[first:last], question, *messages[last + 1 :]]
         if self.data.system_prompt:
             if first:
                 raise ValueError(
@@ -74,6 +74,10 @@ class PromptFormat:
                 )
             messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
         return template.whole(messages, self.data.chat_template_kwargs, today=self.today)
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
 AS_IT_STANDS = PromptFormat()
@@ -93,14 +97,13 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
             f'[{{"role": "user", "content": "1+1"}}]; got {messages!r:.80} ({type(messages).__name__})'
         )
     checked = canonical_messages(messages)
-    asked = [message["content"] for message in checked if message["role"] == "user"]
-    if not asked:
-        raise ValueError(
-            f"no message has the role 'user'; the roles are {[message['role'] for message in checked]!r:.200}"
-        )
-    if not asked[-1].strip():
+    roles = [message["role"] for message in checked]
+    questions = [message["content"] for message in checked if message["role"] == "user"]
+    if not questions:
+        raise ValueError(f"no message has the role 'user'; the roles are {roles!r:.200}")
+    if not questions[-1].strip():
         raise ValueError("the last user message is empty; remove the row or fill in the message")
-    if checked[-1]["role"] == "assistant":
+    if roles[-1] == "assistant":
         raise ValueError(
             "the last message is the assistant's, so the response would be a second answer in a row; end with the question"
         )

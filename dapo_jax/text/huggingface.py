@@ -75,15 +75,12 @@ class HuggingFaceTokenizer:
         """The folder's chat template, or None. Of several templates, `default` is used, and `tool_use` with tools."""
         # Gemma 3's small models define a token for images, but have no embedding for it. If nothing needs it, its text is ordinary text.
         needed = [self._special_tokens.get(f"{key}_token") for key in ("bos", "eos", "pad")]
-        needed = str(
-            [*needed, described.get("post_processor"), self.chat_template and self.chat_template.source]
-        )
+        needed += [described.get("post_processor"), self.chat_template and self.chat_template.source]
+        needed_text = str(needed)
         rows, added = model.get("vocab_size") or _LARGEST_ID, described.get("added_tokens") or []
         with self._library("cannot be loaded by"):
             content = self.files[_TOKENIZER].decode("utf-8")
-            kept = [
-                one for one in added if one["id"] < rows or not one["special"] or one["content"] in needed
-            ]
+            kept = [t for t in added if t["id"] < rows or not t["special"] or t["content"] in needed_text]
             if len(kept) < len(added):
                 content = json.dumps({**described, "added_tokens": kept})
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
@@ -118,7 +115,9 @@ class HuggingFaceTokenizer:
             self._beginning = probe.ids[: mask.index(0) if 0 in mask else 0]
         added = self._tokenizer.get_added_tokens_decoder()
         # Added tokens of white space, as in Gemma, are ordinary text.
-        self._added = {number: each.content for number, each in added.items() if each.content.strip(" \n\t▁")}
+        self._added = {
+            number: token.content for number, token in added.items() if token.content.strip(" \n\t▁")
+        }
         self.special_tokens = {token.content: number for number, token in added.items() if token.special}
         """The ids that `decode` omits, by the texts of their tokens."""
         self._guards = Guards(self._added.values())
@@ -145,19 +144,15 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: str | os.PathLike[str], ends: Sequence[int] = ()) -> None:
         """Writes the tokenizer's files unchanged, except that generation_config.json contains all `ends` (`stop_strings.stop_ids`)."""
-        place = path_of(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        more, own = set(ends) - set(self.stop_ids), self._json(_GENERATION)
-        named = {
-            **self.token_ids,
-            "pad_token_id": self.pad_id,
-            **own,
-            "eos_token_id": [*self.stop_ids, *more],
-        }
-        written = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode()}
-        files = self.files | written if more else written | self.files
+        path = path_of(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        more = set(ends) - set(self.stop_ids)
+        ids = {**self.token_ids, "pad_token_id": self.pad_id, **self._json(_GENERATION)}
+        ids["eos_token_id"] = [*self.stop_ids, *more]
+        generation = {_GENERATION: (json.dumps(ids, indent=2) + "\n").encode()}
+        files = self.files | generation if more else generation | self.files
         for name, content in files.items():
-            write_whole(place / name, content)
+            write_whole(path / name, content)
 
     def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """See `Tokenizer.encode`. Special tokens that are spelled out in the text are encoded. A lone surrogate raises ValueError."""
@@ -170,8 +165,8 @@ class HuggingFaceTokenizer:
     def encode_guarded(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """See `Tokenizer.encode_guarded`. The whole text is encoded at once, because tokenizers add spaces at certain places of a text."""
         before, plain = self._before(after), self._guards.restored(text)
-        found, guarded = self._found(self._tokenizer, before, plain), before + text
-        for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
+        encoding, guarded = self._encoding(self._tokenizer, before, plain), before + text
+        for number, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if self._added.get(number) not in (None, guarded[begin:end].strip()):  # not the template's
                 return self._ids(self._guarding, before, text)
         return self._ids(self._tokenizer, before, plain)
@@ -198,18 +193,18 @@ class HuggingFaceTokenizer:
     def _ordinary(self) -> str:
         """Returns a text that represents ordinary text, or an empty string if the vocabulary is an alphabet without such a character."""
         with suppress(ValueError):
-            return _ORDINARY if self._found(self._tokenizer, "", _ORDINARY) else ""
+            return _ORDINARY if self._encoding(self._tokenizer, "", _ORDINARY) else ""
         return ""
 
     def _ids(self, library: tokenizers.Tokenizer, before: str, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of `text` after `before`. If a token would span ordinary text and `text`, `text` is encoded alone."""
-        found, start = self._found(library, before, text), len(before)
-        if before == _ORDINARY and any(begin < start < end for begin, end in found.offsets):
-            found, start = self._found(library, "", text), 0
-        first = next((place for place, (begin, _) in enumerate(found.offsets) if begin >= start), len(found))
-        return np.array(found.ids[first:], dtype=np.int32)
+        encoding, start = self._encoding(library, before, text), len(before)
+        if before == _ORDINARY and any(begin < start < end for begin, end in encoding.offsets):
+            encoding, start = self._encoding(library, "", text), 0
+        first = next((at for at, (begin, _) in enumerate(encoding.offsets) if begin >= start), len(encoding))
+        return np.array(encoding.ids[first:], dtype=np.int32)
 
-    def _found(self, library: tokenizers.Tokenizer, before: str, text: str) -> tokenizers.Encoding:
+    def _encoding(self, library: tokenizers.Tokenizer, before: str, text: str) -> tokenizers.Encoding:
         text.encode("utf-8")  # raises an error with the position of a lone surrogate
         try:
             with self._library("cannot encode this text with"):
@@ -270,55 +265,54 @@ class HuggingFaceTokenizer:
     def _named_ids(
         self, generation: Mapping[str, Any], model: Mapping[str, Any]
     ) -> Mapping[str, int | list[int]]:
-        found: dict[str, int | list[int]] = {}
+        named: dict[str, int | list[int]] = {}
         for key, value in (*generation.items(), *model.items()):  # config.json takes precedence
             ids = value if isinstance(value, list) else [value]
-            named = key.endswith("_token_id") and key not in _OWN_IDS and bool(ids)
-            if named and all(type(number) is int and 0 <= number <= _LARGEST_ID for number in ids):
-                found[key] = value
+            valid = ids and all(type(number) is int and 0 <= number <= _LARGEST_ID for number in ids)
+            if valid and key.endswith("_token_id") and key not in _OWN_IDS:
+                named[key] = value
         beginning = self._tokenizer.token_to_id(self._special_tokens.get("bos_token", ""))
-        return found if beginning is None else {"bos_token_id": beginning, **found}
+        return named if beginning is None else {"bos_token_id": beginning, **named}
 
     def _end_tokens(self, generation: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[int, ...]:
-        found = self._ids_of("eos", generation, model)
-        if wrong := [number for number in found if not 0 <= number <= _LARGEST_ID]:
+        ids = self._ids_of("eos", generation, model)
+        if wrong := [number for number in ids if not 0 <= number <= _LARGEST_ID]:
             raise ValueError(f"{self._place} has the end token id {wrong[0]}; ids are 0 to {_LARGEST_ID}")
-        if not found:
+        if not ids:
+            remedy = f"add eos_token to {_CONFIG}, or eos_token_id to {_GENERATION}"
             raise ValueError(
-                f"{self._place} does not define an end token, so no response would end; add eos_token to {_CONFIG}, or eos_token_id "
-                f"to {_GENERATION}"
+                f"{self._place} does not define an end token, so no response would end; {remedy}"
             )
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(ids))
 
     def _ids_of(self, name: str, *configs: Mapping[str, Any]) -> list[int]:
         """Returns the ids that the files define for `eos` or `pad`, with the tokenizer's own id first."""
-        token, found = self._special_tokens.get(f"{name}_token"), list[int]()
+        token, ids = self._special_tokens.get(f"{name}_token"), list[int]()
         if token is not None:
-            own = self._tokenizer.token_to_id(token)
-            if own is None:
+            number = self._tokenizer.token_to_id(token)
+            if number is None:
                 raise ValueError(
                     f"{self._place}/{_CONFIG}: {name}_token {token!r} is not in the vocabulary of {_TOKENIZER}; both files must "
                     "belong to the same tokenizer"
                 )
-            found.append(own)
-        key = f"{name}_token_id"
-        for value in (config.get(key) for config in configs):
-            found += value if isinstance(value, list) else [] if value is None else [value]
-        return found
+            ids.append(number)
+        for value in (config.get(f"{name}_token_id") for config in configs):
+            ids += value if isinstance(value, list) else [] if value is None else [value]
+        return ids
 
     def _template(self, config: Any) -> ChatTemplate | None:
         name, content = f"{self._place}/{_CONFIG}: chat_template", self.files.get(_TEMPLATE)
         if content is not None:
             name, config = f"{self._place}/{_TEMPLATE}", content
         if isinstance(config, list):
-            config = {one.get("name"): one.get("template") for one in config if isinstance(one, Mapping)}
-        named = config if isinstance(config, Mapping) else {"default": config}
-        made = {
+            config = {item.get("name"): item.get("template") for item in config if isinstance(item, Mapping)}
+        sources = config if isinstance(config, Mapping) else {"default": config}
+        templates = {
             key: ChatTemplate(source, name=name, special_tokens=self._special_tokens)
-            for key, source in named.items() if isinstance(source, str | bytes)
+            for key, source in sources.items() if isinstance(source, str | bytes)
         }  # fmt: skip
-        if (template := made.get("default")) is not None:
-            template.with_tools = made.get("tool_use", template)
+        if (template := templates.get("default")) is not None:
+            template.with_tools = templates.get("tool_use", template)
         return template
 
     def _json(self, name: str) -> Mapping[str, Any]:

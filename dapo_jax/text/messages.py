@@ -33,15 +33,11 @@ def canonical_messages(messages: Iterable[object]) -> list[dict[str, Any]]:
     Raises:
         ValueError: an entry is not a message, a field has the wrong type, or a call's arguments are not a JSON object.
     """
-    return [_message(message, f"message {place}") for place, message in enumerate(messages)]
+    return [_message(message, f"message {index}") for index, message in enumerate(messages)]
 
 
 def content_text(content: object, where: str = "a message") -> str:
-    """Returns the text of a message's `content`, which is a string or a list of text parts.
-
-    Raises:
-        ValueError: the content is neither a string nor a list of text parts.
-    """
+    """Returns the text of a message's `content`. Raises ValueError if the content is neither a string nor a list of text parts."""
     if isinstance(content, str):
         return content
     parts = _without_nulls(content)
@@ -56,10 +52,10 @@ def content_text(content: object, where: str = "a message") -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _message(given: object, where: str) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where} is {given!r:.80}; it must be a mapping with 'role' and 'content'")
-    message = _without_nulls(given)
+def _message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{where} is {message!r:.80}; it must be a mapping with 'role' and 'content'")
+    message = _without_nulls(message)
     role, content = message.pop("role", None), message.pop("content", None)
     calls = message.pop("tool_calls", [])
     if not isinstance(role, str):
@@ -71,16 +67,16 @@ def _message(given: object, where: str) -> dict[str, Any]:
     return {"role": role, "content": content, **message, **(called if calls else {})}
 
 
-def _call(given: Any, where: str) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise ValueError(f"{where} is {given!r:.80}; it must be a mapping with 'function'")
-    call = {key: value for key, value in given.items() if key not in ("type", "function")}
-    function = given.get("function")
+def _call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise ValueError(f"{where} is {call!r:.80}; it must be a mapping with 'function'")
+    fields = {key: value for key, value in call.items() if key not in ("type", "function")}
+    function = call.get("function")
     if function is None:
-        function = {key: call.pop(key) for key in ("name", "arguments") if key in call}
-    if given.get("type", "function") != "function" or not isinstance(function, dict):
+        function = {key: fields.pop(key) for key in ("name", "arguments") if key in fields}
+    if call.get("type", "function") != "function" or not isinstance(function, dict):
         raise ValueError(
-            f'{where} is {given!r:.80}; a call must be {{"type": "function", "function": {{"name": ..., "arguments": ...}}}}'
+            f'{where} is {call!r:.80}; a call must be {{"type": "function", "function": {{"name": ..., "arguments": ...}}}}'
         )
     if not isinstance(name := function.get("name"), str):
         raise ValueError(f"{where}: the name of its function must be a string; got {name!r:.80}")
@@ -89,21 +85,16 @@ def _call(given: Any, where: str) -> dict[str, Any]:
         try:
             arguments = read_numbers(written) if written.strip() else {}
         except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{where}: its arguments are not JSON: {error!s:.200}; got {written!r:.80}"
-            ) from error
+            problem = f"its arguments are not JSON: {error!s:.200}; got {written!r:.80}"
+            raise ValueError(f"{where}: {problem}") from error
     if not isinstance(arguments, dict):
         raise ValueError(f"{where}: its arguments must be a JSON object; got {written!r:.80}")
     ordered = {"name": name, "arguments": {}} | function | {"arguments": arguments}
-    return {**call, "type": "function", "function": ordered}
+    return {**fields, "type": "function", "function": ordered}
 
 
 def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """Returns a copy without null fields, in which arrays are lists and numpy numbers are Python numbers.
-
-    Raises:
-        ValueError: the value is nested too deeply.
-    """
+    """Returns a copy without null fields, in which arrays are lists and numpy numbers are Python numbers. Raises ValueError if nested too deeply."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if not isinstance(value, Mapping | list | tuple):

@@ -6,11 +6,7 @@ from typing import Any
 
 
 def read_numbers(text: str | bytes) -> Any:
-    """Parses JSON in which every number is finite and every integer fits in 64 bits.
-
-    Raises:
-        ValueError: the text is not JSON, or contains a number that is not finite or does not fit.
-    """
+    """Parses JSON in which every number is finite and every integer fits in 64 bits. Raises ValueError for any other text."""
     return json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
 
 
@@ -28,15 +24,7 @@ def _finite(text: str) -> float:
 
 
 def read_object(content: bytes, where: object) -> dict[str, Any]:
-    """Parses a JSON object.
-
-    Args:
-        content: the bytes of a file, in UTF-8 with or without a byte order mark.
-        where: the file's name in error messages.
-
-    Raises:
-        ValueError: the content is not UTF-8, not JSON, or not an object.
-    """
+    """Parses the content of a UTF-8 file, with or without a byte order mark. Raises ValueError with the name `where` if it is not a JSON object."""
     try:
         read = json.loads(content.decode("utf-8-sig"))
     except ValueError as error:  # also JSONDecodeError and UnicodeDecodeError

@@ -26,14 +26,13 @@ class Guards:
 
     def __init__(self, special: Iterable[str]) -> None:
         firsts = sorted({text[0] for text in special if text})
-        self._guards = {ord(first): ord(FIRST_GUARD) + 1 + place for place, first in enumerate(firsts)}
+        self._guards = {ord(first): ord(FIRST_GUARD) + number for number, first in enumerate(firsts, start=1)}
         self.firsts = {guard: first for first, guard in self._guards.items()}
 
     def guarded(self, text: str) -> str:
         """Replaces each character that can begin a special token by its guard.
 
-        Raises:
-            ValueError: the text contains a lone surrogate, `FIRST_GUARD`, or a later character.
+        Raises ValueError if the text contains a lone surrogate, `FIRST_GUARD`, or a later character.
         """
         text.encode("utf-8")  # raises an error with the position of a lone surrogate
         if (last := max(text, default="")) >= FIRST_GUARD:

@@ -47,9 +47,9 @@ class StopStrings:
                 )
         self._tokenizer = tokenizer
         special: Mapping[str, int] = getattr(tokenizer, "special_tokens", {}) if strings else {}
-        spelled = sorted((text for text in special if any(text in each for each in strings)), key=len)[::-1]
+        spelled = sorted((text for text in special if any(text in stop for stop in strings)), key=len)[::-1]
         marked = dict.fromkeys([*(special[text] for text in spelled), *ids])
-        self._marks = {token: chr(ord(FIRST_GUARD) + place) for place, token in enumerate(marked)}
+        self._marks = {token: chr(ord(FIRST_GUARD) + number) for number, token in enumerate(marked)}
         self._special = {text: self._marks[special[text]] for text in spelled}  # the longest first
         self.strings = (*strings, *map(self.marked, strings), *(self._marks[token] for token in ids))
         """The stop strings, their `marked` forms, and the marks of the ids."""
@@ -66,29 +66,29 @@ class StopStrings:
         """
         if not self.strings or start == len(token_ids):
             return None
-        places = self._tail(token_ids, start)
-        tail = token_ids[places]
+        positions = self._tail(token_ids, start)
+        tail = token_ids[positions]
         text = self.text(tail)
         # Further tokens change decoded text only where it has U+FFFD. So if the text of all tokens has no U+FFFD, it contains
         # every stop string that the text of fewer tokens contains.
         if "\ufffd" not in text and not self._holds(text):
             return None
-        fresh = (end for end, place in enumerate(places, start=1) if place >= start)
-        return next((places[end - 1] + 1 for end in fresh if self._completes(tail, end)), None)
+        new = (end for end, position in enumerate(positions, start=1) if position >= start)
+        return next((positions[end - 1] + 1 for end in new if self._completes(tail, end)), None)
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` up to the earliest stop string, or all of the text if it has no stop string."""
         text = self.text(ids)
-        end = min((place for s in self.strings if (place := text.find(s)) >= 0), default=len(text))
+        end = min((start for s in self.strings if (start := text.find(s)) >= 0), default=len(text))
         return self.unmarked(text[:end])
 
     def text(self, ids: Int[np.ndarray, " tokens"] | list[int]) -> str:
         """Returns the text of `ids`, with a private-use character, a mark, for each stop id and each special token in a stop string. Unknown ids have no text."""
         size, marks = self._tokenizer.vocab_size, self._marks
-        known = np.array([each for each in ids if 0 <= each < size or each in marks], np.int32)
-        first, *others = np.split(known, np.flatnonzero(np.isin(known, [*self._marks])))
-        parts = (self._marks[int(part[0])] + self._tokenizer.decode(part[1:]) for part in others)
-        return self._tokenizer.decode(first) + "".join(parts)
+        known = np.array([token for token in ids if 0 <= token < size or token in marks], np.int32)
+        first, *others = np.split(known, np.flatnonzero(np.isin(known, [*marks])))
+        texts = (marks[int(tokens[0])] + self._tokenizer.decode(tokens[1:]) for tokens in others)
+        return self._tokenizer.decode(first) + "".join(texts)
 
     def marked(self, text: str) -> str:
         """Returns the text with the mark of each special token that a stop string contains."""
@@ -106,7 +106,7 @@ class StopStrings:
         while start > 0 and needed > 0:
             start -= 1
             needed -= self._text_in(int(token_ids[start]))
-        return [place for place in range(start, len(token_ids)) if self._text_in(int(token_ids[place]))]
+        return [at for at in range(start, len(token_ids)) if self._text_in(int(token_ids[at]))]
 
     def _completes(self, tail: Int[np.ndarray, " tail"], end: int) -> bool:
         """Returns whether the window that ends at `end` contains a stop string. Tries several starts, because the first token may begin inside a character."""
@@ -140,10 +140,8 @@ def stop_ids(tokenizer: Tokenizer, extra: Sequence[int] = ()) -> tuple[int, ...]
     Raises:
         ValueError: an id is not in the tokenizer's vocabulary.
     """
-    outside = [token for token in extra if not 0 <= token < tokenizer.vocab_size]
-    if outside:
-        raise ValueError(
-            f"sampling.stop_token_ids: {outside[0]} is not in the tokenizer's vocabulary of {tokenizer.vocab_size} ids, "
-            f"0 to {tokenizer.vocab_size - 1}"
-        )
+    size = tokenizer.vocab_size
+    if outside := [token for token in extra if not 0 <= token < size]:
+        problem = f"{outside[0]} is not in the tokenizer's vocabulary of {size} ids, 0 to {size - 1}"
+        raise ValueError(f"sampling.stop_token_ids: {problem}")
     return tuple(dict.fromkeys((*tokenizer.stop_ids, turn_end(tokenizer), *extra)))

@@ -20,14 +20,14 @@ def without_thoughts(text: str, prompt: str = "") -> str:
     if not _MAY_BE_MARKED.search(text):  # This search is much faster than the next one.
         return text
     rest, end = "", 0
-    for found in _MARKED.finditer(text):
-        if not found["call"]:
-            rest = f"{rest}{text[end : found.start()]} " if found["pair"] else ""
-            end = found.end()
+    for mark in _MARKED.finditer(text):
+        if not mark["call"]:
+            rest = f"{rest}{text[end : mark.start()]} " if mark["pair"] else ""
+            end = mark.end()
     return rest + text[end:]
 
 
 def opening(prompt: str) -> str:
     """Returns the mark, such as `<think>`, with which a prompt begins the thoughts of an answer, or an empty string."""
-    found = re.search(rf"({_OPEN})\s*\Z", prompt[-50:])
-    return found[1] if found else ""
+    mark = re.search(rf"({_OPEN})\s*\Z", prompt[-50:])
+    return mark[1] if mark else ""

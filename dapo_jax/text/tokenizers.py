@@ -64,11 +64,7 @@ class Tokenizer(Protocol):
 
 
 def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
-    """Returns the tokenizer named `byte` or `char:ALPHABET`.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Returns the tokenizer named `byte` or `char:ALPHABET`. Raises ValueError if the name is unknown."""
     kind, _, alphabet = name.partition(":")
     if kind not in ("byte", "char"):
         raise ValueError(f"model.tokenizer={name!r} must be byte, or char:ALPHABET")
@@ -78,14 +74,11 @@ def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str], ends: Sequence[int] = ()) -> None:
     """Writes the tokenizer's files to `folder`, which is created if necessary. The files also define the end tokens `ends`.
 
-    Raises:
-        ValueError: the tokenizer is of another library.
+    Raises ValueError if the tokenizer is of another library.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
-        raise ValueError(
-            f"a {type(tokenizer).__name__} cannot be written to a model folder; use a ByteTokenizer, a CharTokenizer or a "
-            "HuggingFaceTokenizer"
-        )
+        remedy = "use a ByteTokenizer, a CharTokenizer or a HuggingFaceTokenizer"
+        raise ValueError(f"a {type(tokenizer).__name__} cannot be written to a model folder; {remedy}")
     tokenizer.save(folder, ends)
 
 
@@ -100,8 +93,8 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     Returns None if the id is outside the vocabulary, if the token's text depends on its neighbours, or if the tokenizer has
     no `token_bytes` method.
     """
-    own = getattr(tokenizer, "token_bytes", None)
-    return None if own is None else own(token)
+    method = getattr(tokenizer, "token_bytes", None)
+    return None if method is None else method(token)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
@@ -135,11 +128,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Checks that the model has an embedding row for each token id. Extra rows are common, because models pad their vocabulary.
-
-    Raises:
-        ValueError: `tokenizer.vocab_size` is larger than `vocab_size`.
-    """
+    """Raises ValueError if the model has no embedding row for a token id. Extra rows are common, because models pad their vocabulary."""
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary has only {vocab_size} rows: ids from "
