@@ -86,7 +86,7 @@ def step_seconds(decoder: DecoderConfig, contexts: Sequence[int], repeats: int) 
         held = [state]
 
         def step(held: list[Any] = held, pages: Pages = pages) -> Any:
-            held[0], result = engine.generate(weights, held[0], decoding(), 1, pages.tables[:SLOTS])
+            held[0], result = engine.generate(weights, held[0], decoding(), 1, pages.rows(slice(SLOTS)))
             return result.tokens
 
         found[context] = least_seconds(step, repeats) / STEPS

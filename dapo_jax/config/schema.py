@@ -117,7 +117,8 @@ class SamplingConfig(Section, at="sampling"):
     0 selects a default for the platform. On a single CPU, the default for up to 256 tokens per prompt and response is a cache without pages."""
     cache_tokens: int = key(0, aliases="vllm_gpu_memory_utilization gpu_memory_utilization", may_change=True)
     """Capacity of a sampler's KV cache in tokens, over all of the sampler's devices. If the cache is full, the most recently started response is preempted and later
-    re-prefilled. 0 means as many tokens as fit into device memory next to the weights and the training state. A run logs this number when it starts. On CPU, 0 means enough tokens for all slots."""
+    re-prefilled. Layers with a window keep fewer tokens. 0 means as many tokens as fit into device memory next to the weights and the training state. A run logs this number when it
+    starts. On CPU, 0 means enough tokens for all slots."""
     cache_dtype: str = key(
         "", choices=["", "int8", "float8_e4m3fn"], aliases="kv_cache_dtype", may_change=True
     )

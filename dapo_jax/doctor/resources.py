@@ -54,7 +54,8 @@ def memory(subject: Subject) -> Found:
     cache = there.decode_state
     if pages.runs_out and not subject.config.sampling.cache_tokens:
         # The KV cache is sized to fit the memory, so only its minimum is counted: one full sequence per pool.
-        cache -= (pages.pool_pages - pages.table_pages) * pages.page_tokens * planned.token_bytes
+        least = replace(pages, pool_pages=pages.holder_pages())
+        cache -= (pages.bytes(planned.token_bytes) - least.bytes(planned.token_bytes)) // pages.pools
     # The gradient is as large as the parameters, because both are float32.
     there = replace(there, decode_state=cache, gradient=there.state - there.moments)
     phases = (together(program, there, updates=updates)[1] for program in ("generate", "update_apply"))

@@ -24,7 +24,7 @@ _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code", "needed")
 
 def as_data(plan: Plan) -> dict[str, Any]:
     """Returns the data that `--json` prints. Units are bytes, seconds and operations; memory and work are per device."""
-    derived = ("limit", "failures", "in_flight", "checkpoint_bytes", "chip_hours")
+    derived = ("limit", "failures", "in_flight", "response_bytes", "checkpoint_bytes", "chip_hours")
     return {
         "schema_version": SCHEMA_VERSION,
         **{name: getattr(plan, name) for name in derived},
@@ -195,7 +195,7 @@ def _heading(plan: Plan) -> str:
 
 
 def _sizes(plan: Plan) -> list[tuple[str, str]]:
-    there, work, token = plan.resident, plan.work, cache_bytes_per_token(plan.config, plan.decoder)
+    there, work, pages = plan.resident, plan.work, plan.pages
     arrays = [
         ("train state (parameters and moments)", there.state),
         ("of these, moments, which optimizer.offload would keep in host memory", there.moments),
@@ -206,8 +206,9 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
         ("sampler's weights", there.weights),
         ("rotary embedding of all positions", there.rotations),
         (f"decode state of {plan.config.sampling.slots} slots per sampler", there.decode_state),
-        ("one cached token, on all devices of a sampler", token),
-        (f"KV cache of {plan.pages.tokens:,} tokens in pages of {plan.pages.page_tokens:,}, on all devices of a sampler", token * plan.pages.tokens),
+        ("one cached token, on all devices of a sampler", cache_bytes_per_token(plan.config, plan.decoder)),
+        (f"KV cache of {pages.tokens:,} tokens in pages of {pages.page_tokens:,}, on all devices of a sampler", plan.cache_bytes),
+        (f"KV cache of one response of {pages.capacity:,} tokens with its prompt, on all of its devices", plan.response_bytes),
         ("recurrent state of one sequence, on all devices of a sampler", plan.decoder.state_bytes),
         ("prompts prefilled in one call", there.prefix),
         ("a longer sequence while it is prefilled in chunks", there.buffers),
@@ -219,7 +220,7 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
     ]  # fmt: skip
     return [
         *((name, size(count)) for name, count in arrays if count),
-        (f"responses decoded in parallel per sampler, each of up to {plan.pages.capacity:,} tokens with its prompt", f"{plan.in_flight:,.0f}"),
+        (f"responses decoded in parallel per sampler, each of up to {pages.capacity:,} tokens with its prompt", f"{plan.in_flight:,.0f}"),
         ("tokens sampled per step, on all devices", f"{work.responses * work.response_mean:,.0f}"),
         ("tokens trained on per step, with prompts, on all devices", f"{work.trained * work.sequence:,.0f}"),
         ("updates per step x microbatches", f"{work.updates} x {work.microbatches}"),

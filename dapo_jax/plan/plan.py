@@ -39,8 +39,8 @@ class Plan:
     """The work of each phase of a step."""
     pages: PageSizes
     """The sizes of a sampler's KV cache."""
-    token_bytes: int
-    """Bytes of one cached token on each device over which its heads are sharded."""
+    token_bytes: dict[int, int]
+    """Bytes of one cached token in the layers with each window (0: all tokens), on each device over which its heads are sharded."""
     topology: Topology | None = None
     programs: list[Program] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
@@ -82,18 +82,32 @@ class Plan:
         sampling = [phase.total for phase in self.phases if "decode state" in phase.parts]
         if not sampling or self.limit is None:
             return None
-        pages, each, spread = self.pages, self.token_bytes, batch_shards(self.sizes.sampler)
-        left = self.limit - max(sampling) + pages.tokens // spread * each
-        held, slots = self.work.context + pages.page_tokens / 2, self.config.sampling.slots // spread
-        tokens, responses = left / each, left / each / held
-        if responses > slots:
+        pages, spread, slots = self.pages, batch_shards(self.sizes.sampler), self.config.sampling.slots
+        left, slots = self.limit - max(sampling) + pages.bytes(self.token_bytes) // spread, slots // spread
+        held = pages.held(self.work.context)
+        response = pages.held_bytes(held, self.token_bytes)
+        if left > slots * response:
             logits = logits_bytes(self.decoder, 1) + self.decoder.state_bytes // self.sizes.sampler["tensor"]
-            responses = (left + slots * logits) / (held * each + logits)
+            responses = (left + slots * logits) / (response + logits)
             tokens = responses * held
+        else:
+            tokens = pages.fitting(left, self.token_bytes) * pages.page_tokens
+            responses = tokens / held
         whole, most = int(tokens) // pages.page_tokens * pages.page_tokens, max(slots, int(responses))
-        if whole < pages.table_pages * pages.page_tokens:
+        if whole < pages.holder_pages() * pages.page_tokens:
             return None
         return CacheFit(tokens=whole * spread, slots=most * spread, in_flight=responses * spread)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of a sampler's KV cache, on all of its devices."""
+        return self.pages.bytes(self.token_bytes) * self.sizes.sampler["tensor"]
+
+    @property
+    def response_bytes(self) -> int:
+        """Bytes of the KV cache of one response of the maximum length, on all of its devices. Layers with a window keep only the pages of the window."""
+        tokens = self.pages.table_pages * self.pages.page_tokens
+        return int(self.pages.held_bytes(tokens, self.token_bytes)) * self.sizes.sampler["tensor"]
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -149,9 +163,6 @@ def plan(
         counted = "all offloaded moments are on the device during an update"
         on_device = config.optimizer.offload and bool(topology.chip.target)
         notes = (*resized, *topology.notes, *[counted] * on_device)
-    if windows := [window for window in decoder.windows if window]:
-        kept = f"{len(windows)} of {decoder.layers} layers attend to the last {max(windows):,} tokens, but the KV cache keeps all tokens of these layers, too"
-        notes = (*notes, kept)
     work = workload_of(config, assumed or Assumptions(), recurrent=decoder.delta is not None)
     work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.

@@ -119,7 +119,7 @@ class Programs:
         )
         engine, prefill = self.engine, prefill_shape_of(self.config)
         transfer: Any = self._sampler.transfer
-        each, capacity, width = engine.token_bytes, engine.capacity, prefill.width
+        each, capacity, width = sum(engine.token_bytes.values()), engine.capacity, prefill.width
         # If the pages run out, a response of any length may be re-prefilled.
         prefilled = capacity if engine.page_sizes.runs_out else prefill.longest
         chunks = -(-capacity // width) * width if prefilled > width else 0

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -129,12 +129,16 @@ def _more_devices(made: Plan, held: int) -> Way:
 def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
     config, pages, tokens = made.config.sampling, made.pages, made.pages.tokens
     spread = made.sizes.sampler_devices // made.sizes.sampler["tensor"]
-    fits, least = made.cache_fit, pages.table_pages * pages.page_tokens * pages.pools
-    fewer = tokens - -(-over // made.token_bytes) * spread if fits is None else fits.tokens
-    fewer = max(least, fewer if fewer < tokens else tokens // 2)
-    fewer -= fewer % (pages.page_tokens * pages.pools)
+    fits, unit, cache = (
+        made.cache_fit,
+        pages.page_tokens * pages.pools,
+        pages.bytes(made.token_bytes) // spread,
+    )
+    fewer = math.floor(pages.fitting(cache - over, made.token_bytes)) * unit if fits is None else fits.tokens
+    fewer = max(pages.holder_pages() * unit, fewer if fewer < tokens else tokens // 2)
+    fewer -= fewer % unit
     if pages.table_pages > 1 and fewer < tokens:
-        frees = (tokens - fewer) // spread * made.token_bytes
+        frees = cache - replace(pages, pool_pages=fewer // unit).bytes(made.token_bytes) // spread
         yield _way({"sampling.cache_tokens": fewer}, f" (of {tokens})", frees=frees)
     elif config.slots > spread:
         half = config.slots // 2 // spread * spread
@@ -144,7 +148,7 @@ def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
         # In int8, each number occupies one byte, and each head of a token has a scale of 4 bytes.
         head_dim = made.decoder.head_dim
         share = 1 - (head_dim + 4) / (item(made.config.model.compute_dtype) * head_dim)
-        frees = int(tokens // spread * made.token_bytes * share)
+        frees = int(cache * share)
         yield Way(f"sampling.cache_dtype=int8{_correction(made.config)}", frees)
 
 

@@ -123,8 +123,7 @@ def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: i
     """
     most = [float(config.sampling.slots)]
     if pages.runs_out:  # If pages cannot run out, every slot has room for the longest response.
-        held = work.context + pages.page_tokens / 2
-        most.append(pages.tokens / held)
+        most.append(pages.tokens / pages.held(work.context))
     if config.rollout.in_flight:
         most.append(config.rollout.in_flight / samplers)
     return min(most)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -15,7 +16,8 @@ from dapo_jax.parallel.mesh import BATCH_AXES, Meshes
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.sampler_programs import compile_sampling, engine_of, transfer_of
-from dapo_jax.sampling.caches import kind_for, token_bytes
+from dapo_jax.sampling.caches import kind_for, sizes_for, token_bytes
+from dapo_jax.sampling.engine import FEED_TOKENS
 from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
@@ -197,18 +199,15 @@ def room_for_cache(
     the shape of one prefill, and `capacity` the maximum length of prompt and response together.
     """
     dtype = sampling.cache_dtype or compute_dtype
-    kind = kind_for(
-        mesh,
-        page_tokens=sampling.page_tokens,
-        cache_tokens=sampling.cache_tokens,
-        dtype=dtype,
-        turns=in_flight > 0 or sampling.batch_invariant or has_turns,
-        capacity=capacity,
-    )
+    leaves_slots = in_flight > 0 or sampling.batch_invariant or has_turns
+    asked: Any = {"page_tokens": sampling.page_tokens, "cache_tokens": sampling.cache_tokens, "dtype": dtype}
+    kind = kind_for(mesh, **asked, turns=leaves_slots, capacity=capacity)
     if memory is None or sampling.cache_tokens or kind == "slots":
         return None
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    each, computed = (token_bytes(decoder, mesh, dtype=of, kind=kind) for of in (dtype, compute_dtype))
+    by_window = token_bytes(decoder, mesh, dtype=dtype, kind=kind)
+    each = sum(by_window.values())
+    computed = sum(token_bytes(decoder, mesh, dtype=compute_dtype, kind=kind).values())
     room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
     state = -(-decoder.state_bytes // mesh.shape["tensor"])
     room -= sampling.slots // spread * state
@@ -219,7 +218,11 @@ def room_for_cache(
     # During chunked prefill, keys and values of the context are stored both in the compute dtype and in the dtype of the cache.
     width = -(-capacity // shape.width) * shape.width
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4 + state
-    all_slots = sampling.slots // spread * capacity * each
+    sizes = sizes_for(
+        kind, mesh, holders=sampling.slots, capacity=capacity, token_bytes=by_window,
+        call_tokens=sampling.steps_per_call + FEED_TOKENS * has_turns, **asked,
+    )  # fmt: skip
+    all_slots = sampling.slots // spread * sizes.held_bytes(capacity, by_window)
     if not in_flight and shape.longest <= shape.width and room - rows >= all_slots:
         return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used
     return room - max(rows, rows // 2 + parts)
@@ -242,7 +245,7 @@ def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
     """Returns a message about the size of the KV cache. `room` is the number of bytes per device for the cache, and `memory` a device's memory."""
     tokens, most = (
         sizes.pools * pages * sizes.page_tokens
-        for pages in (sizes.pool_pages, sizes.holders // sizes.pools * sizes.table_pages)
+        for pages in (sizes.pool_pages, sizes.holders // sizes.pools * sizes.holder_pages())
     )
     if tokens == most:
         holds = f"all {sizes.holders} responses of up to {sizes.capacity:,} tokens"

@@ -1,6 +1,8 @@
 """Chooses the KV cache implementation for the platform of a mesh, and the sizes of the cache."""
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -13,7 +15,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.sampling import cache, gpu_cache, paged_cache, tpu_cache
 from dapo_jax.sampling.cache import DENSE, Cache
-from dapo_jax.sampling.pages import PageSizes, pages_for, slot_pages
+from dapo_jax.sampling.pages import PageSizes, slot_pages
 
 Kind = Literal["slots", "pages", "tpu", "gpu"]
 """`slots`: a dense cache, in which every slot has room for the longest sequence. `pages`: a paged cache built from XLA operations. `tpu`, `gpu`: a paged cache with a
@@ -56,17 +58,29 @@ def without_kernel(mesh: Mesh, dtype: str) -> str:
     return f"decoding on {device.device_kind} uses XLA operations for attention, which are slower than a kernel: {reason}"
 
 
-def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) -> int:
-    """Returns the size in bytes, per device, of one token's keys, values and scales across all layers with attention, with the heads sharded over the devices."""
+def layer_windows(config: DecoderConfig) -> tuple[int, ...]:
+    """Returns, for each layer with attention, the number of tokens to which a new token attends, including itself, or 0 for all tokens."""
+    windows = config.windows or (0,) * config.layers
+    return tuple(
+        window for window, (stack, _) in zip(windows, config.places, strict=True) if stack == "blocks"
+    )
+
+
+def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) -> dict[int, int]:
+    """Returns, for each window of the layers, the size in bytes, per device, of one token's keys, values and scales in the layers with this window. The heads are
+    sharded over the devices. The longest window comes first; 0 means all tokens."""
     heads, tokens = -(-config.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
     page = jax.eval_shape(lambda: _MODULES[kind].empty(1, heads, tokens, config.head_dim, dtype))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
-    return config.count("blocks") * size // tokens
+    counts = sorted(
+        Counter(layer_windows(config)).items(), key=lambda item: item[0] or math.inf, reverse=True
+    )
+    return {window: layers * size // tokens for window, layers in counts}
 
 
 def sizes_for(
-    kind: Kind, mesh: Mesh, *, holders: int, capacity: int, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32",
-    room_tokens: int | None = None,
+    kind: Kind, mesh: Mesh, *, holders: int, capacity: int, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", call_tokens: int = 0,
+    token_bytes: Mapping[int, int] | None = None, room: int | None = None,
 ) -> PageSizes:  # fmt: skip
     """Returns the sizes of the cache's page pools.
 
@@ -76,15 +90,19 @@ def sizes_for(
         holders: number of sequences that can have pages at the same time. One per slot, or more if sequences take turns in the slots.
         capacity: maximum number of tokens in a prompt and its response together.
         page_tokens: tokens per page. 0 means the platform's default.
-        cache_tokens: total number of tokens in all pools. 0 means as many tokens as fit on the devices.
+        cache_tokens: total number of tokens in all pools of the first page table. 0 means as many tokens as fit on the devices.
         dtype: dtype of keys and values.
-        room_tokens: number of tokens that fit in device memory next to other arrays. None means that every holder gets room for `capacity` tokens.
+        call_tokens: maximum number of tokens that a call of the engine adds to a sequence.
+        token_bytes: the result of `token_bytes`. Each window has a page table. If None, all layers have the window 0.
+        room: number of bytes for the cache in a device's memory. None means that every holder gets room for `capacity` tokens.
 
     Raises:
         ValueError: a pool cannot hold one sequence of `capacity` tokens, the kernel does not support the page size, or a page is longer than any sequence.
     """
+    token_bytes = token_bytes or {0: 1}
+    windows = tuple(token_bytes)
     if kind == "slots":
-        return slot_pages(holders, capacity)
+        return slot_pages(holders, capacity, windows)
     pools = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
     platform = mesh.devices.flat[0].platform
     size = page_tokens or DEFAULT_PAGE_TOKENS.get(platform, 64)
@@ -103,12 +121,15 @@ def sizes_for(
             f"sampling.page_tokens={page_tokens} must be at most {longest}: the longest prompt and response have {capacity} tokens together, "
             "so the rest of a page would stay empty; lower this value, or leave it out to use the platform's default"
         )
-    most = pages_for(capacity, size)
+    sizes = PageSizes(
+        holders=holders, capacity=capacity, page_tokens=size, pools=pools, pool_pages=0, windows=windows, call_tokens=call_tokens
+    )  # fmt: skip
+    most = sizes.holder_pages()
     all_of_them = holders // pools * most
     if cache_tokens:
-        pool_pages = cache_tokens // size // pools
+        pool_pages = min(cache_tokens // size // pools, all_of_them)
     else:
-        pool_pages = all_of_them if room_tokens is None else room_tokens // size
+        pool_pages = all_of_them if room is None else math.floor(sizes.fitting(room, token_bytes))
     if pool_pages < most and not cache_tokens:
         raise ValueError(
             f"a device has room for {max(pool_pages, 0)} pages of {size} tokens of KV cache next to its other arrays, but a prompt and response of up "
@@ -121,9 +142,7 @@ def sizes_for(
             f"slots are split, but a prompt and response of up to {capacity} tokens need {most}: "
             f"set it to {most * size * pools} or more, or lower data.max_prompt_tokens or sampling.max_response_tokens"
         )
-    return PageSizes(
-        holders=holders, capacity=capacity, page_tokens=size, pools=pools, pool_pages=min(pool_pages, all_of_them)
-    )  # fmt: skip
+    return replace(sizes, pool_pages=pool_pages)
 
 
 def cache_for(

@@ -28,10 +28,9 @@ from dapo_jax.parallel.gpu_settings import DECODING_OPTIONS
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.training_layout import SamplerLayout
 from dapo_jax.parallel.weights import SamplerWeights
-from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for, token_bytes
+from dapo_jax.sampling.caches import Kind, cache_for, kind_for, layer_windows, sizes_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
-from dapo_jax.sampling.pages import Fill
 from dapo_jax.sampling.prefill import Known, Prefill, Prefix, Read
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
@@ -79,7 +78,7 @@ class _Call(NamedTuple):
 
     params: SamplerWeights
     rope: tuple[RopeTables, ...]
-    tables: Array
+    tables: tuple[Array, ...]
     until: Array
 
 
@@ -145,10 +144,13 @@ class DecoderEngine:
         self._routes = None if experts is None else (config.layers, experts.chosen)
         self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
         self.feed_tokens: int = FEED_TOKENS if parks else 0
-        self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
-        """Size in bytes, per device, of one token in the KV cache, with the heads sharded over the devices."""
-        room = None if cache_bytes is None else cache_bytes // self.token_bytes
-        self.page_sizes = sizes_for(kind, mesh, holders=holders, capacity=capacity, room_tokens=room, **asked)
+        self.token_bytes: dict[int, int] = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
+        """Size in bytes, per device, of one token in the KV cache of the layers with each window, with the heads sharded over the devices."""
+        self.page_sizes = sizes_for(
+            kind, mesh, holders=holders, capacity=capacity, room=cache_bytes, token_bytes=self.token_bytes,
+            call_tokens=steps_per_call + self.feed_tokens, **asked,
+        )  # fmt: skip
+        self._tables = tuple(map(self.page_sizes.windows.index, layer_windows(config)))
         if batch_invariant and self.page_sizes.runs_out:
             raise ValueError(
                 "sampling.batch_invariant=true needs a cache that holds every response to its end, because re-prefilling a preempted response rounds differently: "
@@ -219,21 +221,22 @@ class DecoderEngine:
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
         """Inserts prefilled prompts into slots. One program inserts all responses and writes up to `slots` pages. Another program writes any further pages."""
-        fills = insertion.fills
-        for start in range(self.slots, len(fills), self.slots):
-            pages = self._pages(fills[start : start + self.slots])
-            state = replace(state, layers=self._fill(prefix, state.layers, *pages))
-        columns = (
+        fills = [(fill.table, prompt, fill.first, fill.page) for prompt, fill in insertion.fills]
+        columns = np.array(fills, np.int32).reshape(-1, 4).T
+        by_table = [columns[1:, columns[0] == table] for table in range(len(self.page_sizes.windows))]
+        for start in range(self.slots, max(pages.shape[1] for pages in by_table), self.slots):
+            state = replace(state, layers=self._fill(prefix, state.layers, self._pages(by_table, start)))
+        responses = (
             insertion.slots, insertion.prompts, insertion.ordinals, insertion.indices, insertion.limits, insertion.drawn, insertion.turns,
         )  # fmt: skip
         count = np.int32(len(insertion.slots))
-        pages, rows = self._pages(fills[: self.slots]), self._padded(np.stack(columns))
+        pages, rows = self._pages(by_table, 0), self._padded(np.stack(responses))
         return self._insert(prefix, state, pages, (rows, *self._feeding(insertion.fed)), count, key)
 
-    def _pages(self, fills: Sequence[tuple[int, Fill]]) -> tuple[np.ndarray, np.int32]:
-        """Converts up to `slots` fills to an array with one column (prompt, first token, page) per fill. Also returns the number of fills."""
-        columns = [(prompt, fill.first, fill.page) for prompt, fill in fills]
-        return self._padded(np.array(columns, np.int32).reshape(-1, 3).T), np.int32(len(fills))
+    def _pages(self, by_table: Sequence[np.ndarray], start: int) -> tuple[tuple[np.ndarray, np.int32], ...]:
+        """Pads up to `slots` columns of each page table, from index `start` on. A column is (prompt, first token, page). Also returns the numbers of columns."""
+        parts = [columns[:, start : start + self.slots] for columns in by_table]
+        return tuple((self._padded(part), np.int32(part.shape[1])) for part in parts)
 
     def _feeding(self, fed: Sequence[Int[np.ndarray, " _"]]) -> tuple[np.ndarray, ...]:
         """Returns the tokens to feed, right-aligned, and their counts, or () if the engine does not feed tokens."""
@@ -277,12 +280,12 @@ class DecoderEngine:
 
     def generate(
         self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int,
-        tables: Int[np.ndarray, "slots table_pages"], until: Int[np.ndarray, " slots"] | None = None,
+        tables: tuple[Int[np.ndarray, "slots table_pages"], ...], until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
         until = np.full(self.slots, np.iinfo(np.int32).max, np.int32) if until is None else until
         # The arrays are copied, because the caller changes them while the device may still be reading.
         return self._generate_with(params)(
-            params, state, self._rope, decoding, np.int32(min_live), tables.copy(), until.copy()
+            params, state, self._rope, decoding, np.int32(min_live), tuple(map(np.copy, tables)), until.copy()
         )
 
     def _generate_with(self, params: SamplerWeights) -> Any:
@@ -294,7 +297,9 @@ class DecoderEngine:
         again, slots = self.page_sizes.runs_out or self._reads_again, self.slots
         shapes = (), (slots,), (3, slots), (7, slots), (slots, self.page_sizes.table_pages)
         # These arguments are host arrays, so their structs have no sharding.
-        number, column, fills, rows, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+        number, column, fills, rows, table = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+        count = len(self.page_sizes.windows)
+        pages, tables = ((fills, number),) * count, (table,) * count
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
         positions = jax.ShapeDtypeStruct((self.capacity,), jnp.int32)
         rope = self._angles.eval_shape(positions, self._config)
@@ -318,9 +323,8 @@ class DecoderEngine:
         fed = jax.ShapeDtypeStruct((self.slots, self.feed_tokens), jnp.int32)
         feeding = (fed, column) if self.feed_tokens else ()
         for name, prefix in prefixes.items():
-            pages = fills, number
             if prefix.layers and self.page_sizes.table_pages > 1:
-                made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, *pages)
+                made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, pages)
             made[f"insert_{name}"] = partial(
                 self._insert.lower, prefix, state, pages, (rows, *feeding), number, key
             )
@@ -342,11 +346,12 @@ class DecoderEngine:
 
     def _init_program(self) -> DecodeState:
         config, slots, sizes = self._config, self.slots, self.page_sizes
-        shape = (sizes.pools * sizes.pool_pages, config.kv_heads, sizes.page_tokens, config.head_dim)
+        page = config.kv_heads, sizes.page_tokens, config.head_dim, self._cache_dtype
+        counts = [sizes.pools * sizes.pages_of(table) for table in self._tables]
         zeros = jnp.zeros(slots, jnp.int32)
         feeds = self.feed_tokens > 0
         return DecodeState(
-            layers=tuple(self._cache.empty(*shape, self._cache_dtype) for _ in range(config.count("blocks"))),
+            layers=tuple(self._cache.empty(count, *page) for count in counts),
             logits=jnp.zeros((slots, config.vocab_rows), jnp.float32),
             lengths=zeros, generated=zeros, limits=zeros, live=jnp.zeros(slots, bool),
             keys=jax.random.split(jax.random.key(0), slots),
@@ -355,23 +360,29 @@ class DecoderEngine:
         )  # fmt: skip
 
     def _fill_program(
-        self, prefix: Prefix, layers: tuple[Any, ...], fills: Int[Array, "3 slots"], count: Array
+        self, prefix: Prefix, layers: tuple[Any, ...], fills: tuple[tuple[Int[Array, "3 slots"], Array], ...]
     ) -> tuple[Any, ...]:
-        prompts, firsts, pages = fills
-        rows, starts = prefix.rows[prompts], prefix.starts[prompts] + firsts
+        filled = dict(enumerate(layers))
+        for table, ((prompts, firsts, pages), count) in enumerate(fills):
+            columns = pages, prefix.rows[prompts], prefix.starts[prompts] + firsts
 
-        def one(i: Array, layers: tuple[Any, ...]) -> tuple[Any, ...]:
-            pairs = zip(layers, prefix.layers, strict=True)
-            return tuple(self._cache.fill(cache, read, pages[i], rows[i], starts[i]) for cache, read in pairs)
+            def one(i: Array, own: dict[int, Any], columns: tuple[Array, ...] = columns) -> dict[int, Any]:
+                pairs = ((layer, cache, prefix.layers[layer]) for layer, cache in own.items())
+                return {
+                    layer: self._cache.fill(*pair, *(column[i] for column in columns))
+                    for layer, *pair in pairs
+                }
 
-        # A loop of in-place slice updates, because a scatter of whole prompts is several times slower on CPU.
-        return lax.fori_loop(0, count, one, layers)
+            own = {layer: cache for layer, cache in filled.items() if self._tables[layer] == table}
+            # A loop of in-place slice updates, because a scatter of whole prompts is several times slower on CPU.
+            filled |= lax.fori_loop(0, count, one, own)
+        return tuple(filled.values())
 
     def _insert_program(
         self,
         prefix: Prefix,
         state: DecodeState,
-        pages: tuple[Int[Array, "3 slots"], Array],
+        pages: tuple[tuple[Int[Array, "3 slots"], Array], ...],
         arrays: tuple[Array, ...],
         count: Array,
         key: PRNGKeyArray,
@@ -388,7 +399,7 @@ class DecoderEngine:
         return replace(
             state,
             states=jax.tree.map(put_state, state.states, prefix.states),
-            layers=self._fill_program(prefix, state.layers, *pages) if prefix.layers else state.layers,
+            layers=self._fill_program(prefix, state.layers, pages) if prefix.layers else state.layers,
             logits=put("logits", prefix.logits[jnp.minimum(prompts, len(prefix.logits) - 1)]),
             lengths=put("lengths", prefix.lengths[prompts]),
             generated=put("generated", drawn),
@@ -422,7 +433,7 @@ class DecoderEngine:
         return jnp.where(place < count, numbers, size + place)
 
     def _generate_program(
-        self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], decoding: Decoding, min_live: Array, tables: Array, until: Array
+        self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], decoding: Decoding, min_live: Array, tables: tuple[Array, ...], until: Array
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
         call = _Call(params, rope, tables, until)
         begins = None if self._routes is None else state.lengths
@@ -445,7 +456,7 @@ class DecoderEngine:
             share = self._drawing(slots, mine(until)).sum(dtype=jnp.int32)
             # A block returns once its fraction of free slots reaches the fraction that `min_live` requires over all slots.
             least = (share * min_live + total - 1) // total
-            part = call._replace(tables=mine(tables), until=mine(until))
+            part = call._replace(tables=tuple(map(mine, tables)), until=mine(until))
             slots, new = self._generated(part, slots, own, least)
             put = partial(self._with_block, index=index)
             rest = jax.tree.map(put, replace(state, layers=()), replace(slots, layers=()))
@@ -550,14 +561,14 @@ class DecoderEngine:
         return replace(state, **lax.with_sharding_constraint(counts, self._rows)), routes
 
     def _forward(
-        self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], tables: Array, drawing: Array, tokens: Array
+        self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], tables: tuple[Array, ...], drawing: Array, tokens: Array
     ) -> tuple[DecodeState, Array | None]:  # fmt: skip
         """Appends one token to the KV cache of each slot in `drawing`. Returns the state with the logits of the next tokens, and the record of the tokens' experts."""
         outer = nnx.merge(self._ends, params["ends"])
         config = self._config
         ropes = jax.tree.map(lambda part: part[:, state.lengths], rope)
         x, layers, states, chosen = outer.embed(tokens), [], [], []
-        now = self._cache.reading(tables, state.lengths, drawing)
+        steps = [self._cache.reading(table, state.lengths, drawing) for table in tables]
         for index, (weights, (stack, place)) in enumerate(zip(params["layers"], config.places, strict=True)):
             if stack == "delta_blocks":
                 mix = partial(one_token, state=state.states[place], live=drawing)
@@ -565,12 +576,12 @@ class DecoderEngine:
                 x = lax.with_sharding_constraint(x, self._columns)
                 states.append(grown)
                 continue
-            layer = state.layers[place]
+            layer, now = state.layers[place], steps[self._tables[place]]
             window = {"window": config.windows[index]} if config.windows else {}
 
             def attend(
-                query: Array, key: Array, value: Array, layer: Any = layer, window: dict[str, int] = window
-            ) -> tuple[Array, Any]:
+                query: Array, key: Array, value: Array, layer: Any = layer, now: Any = now, window: dict[str, int] = window
+            ) -> tuple[Array, Any]:  # fmt: skip
                 return self._cache.extend(layer, now, query, key, value, **window)
 
             turn = config.rope_of_layer[index] if config.rope_of_layer else 0

@@ -89,14 +89,14 @@ class Engine(Protocol):
         state: PyTree,
         decoding: Decoding,
         min_live: int,
-        tables: Int[np.ndarray, "slots table_pages"],
+        tables: tuple[Int[np.ndarray, "slots table_pages"], ...],
         until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[PyTree, ResultTokens]:
         """Runs up to `steps_per_call` decoding steps. Returns earlier if fewer than `min_live` slots are still sampling,
         except on a GPU, where leaving the loop early would cost more time than it saves.
 
-        `tables` contains the row of `Pages.tables` for each slot. Each sampling slot must have pages for its tokens and for `steps_per_call` more tokens. A slot
-        pauses when its response reaches the number of tokens in `until`. Without `until`, no slot pauses.
+        `tables` contains the rows of the slots in each page table (see `Pages.rows`). Each sampling slot must have pages for its tokens and for `steps_per_call`
+        more tokens. A slot pauses when its response reaches the number of tokens in `until`. Without `until`, no slot pauses.
         """
         ...
 

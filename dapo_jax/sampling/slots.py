@@ -28,6 +28,7 @@ class Slots:
 
     def __init__(self, engine: Engine) -> None:
         self.pages, self._steps = Pages(engine.page_sizes), engine.steps_per_call
+        self._feed_tokens = engine.feed_tokens
         self.owners: list[Request | None] = [None] * engine.slots
         sizes = self.pages.sizes
         # The free slots and rows of each pool. Both are taken in ascending order: slots from a heap, rows from the end of a list.
@@ -48,10 +49,11 @@ class Slots:
         return sum(owner is not None and not owner.paused for owner in self.owners)
 
     @property
-    def tables(self) -> Int[np.ndarray, "slots table_pages"]:
-        """The pages of each slot. Rows of free slots are meaningless."""
-        rows = [0 if owner is None or owner.row is None else owner.row for owner in self.owners]
-        return self.pages.tables[rows]
+    def tables(self) -> tuple[Int[np.ndarray, "slots table_pages"], ...]:
+        """The pages of each slot in each page table. Rows of free slots are meaningless."""
+        return self.pages.rows(
+            [0 if owner is None or owner.row is None else owner.row for owner in self.owners]
+        )
 
     @property
     def until(self) -> Int[np.ndarray, " slots"]:
@@ -61,7 +63,7 @@ class Slots:
 
     def has_room(self, request: Request, waiting: deque[Request]) -> bool:
         """Returns whether there is a free slot, and enough free pages even if the request cannot share any. Like `take`, this may preempt other responses."""
-        needed, spare = pages_for(request.room(self._steps), self.pages.sizes.page_tokens), self._spare()
+        needed, spare = self._pages_for(request.room(self._steps)), self._spare()
         if not (pools := self._open_to(request, waiting)):
             return False
         pool = max(pools, key=lambda pool: self.pages.free(pool) - spare[pool])
@@ -107,8 +109,7 @@ class Slots:
         while running:
             slot, owner = running.pop(0)
             pool = self._pool_of(slot)
-            assert owner.row is not None
-            while not self.pages.grow(owner.row, owner.room(self._steps)):
+            while not self._grow(owner):
                 if self._preempts_paused(pool) or self._preempts_waiting(pool, waiting):
                     continue
                 last = next((at for at, _ in reversed(running) if self._pool_of(at) == pool), slot)
@@ -168,7 +169,7 @@ class Slots:
         """Assigns a request the pages that it needs. Returns the pages to write, or None if there are not enough free pages."""
         tokens, prompt = request.room(self._steps), request.prompt
         if request.row is not None:
-            return [] if self.pages.grow(request.row, tokens) else None
+            return [] if self._grow(request) else None
         fills = self.pages.start(
             self._rows[pool][-1],
             tokens,
@@ -180,6 +181,13 @@ class Slots:
         if fills is not None:
             request.row = self._rows[pool].pop()
         return fills
+
+    def _grow(self, request: Request) -> bool:
+        """Extends the pages of a request for the next call, and frees the pages that it no longer needs. Returns False if there are not enough free pages."""
+        assert request.row is not None
+        # Some tokens before the first sampled token of a turn may not be fed yet.
+        unfed = self._feed_tokens if request.turns and request.drawn == request.begun else 0
+        return self.pages.grow(request.row, request.room(self._steps), cached=request.length - unfed)
 
     def let_go(self, request: Request) -> None:
         """Frees the pages of a request, which must then be re-prefilled to continue."""
@@ -222,6 +230,10 @@ class Slots:
     def _pool_of(self, slot: int) -> int:
         return slot * self.pages.sizes.pools // len(self.owners)
 
+    def _pages_for(self, tokens: int) -> int:
+        """Returns the maximum number of pages that a response of this many tokens needs at the same time."""
+        return min(pages_for(tokens, self.pages.sizes.page_tokens), self.pages.sizes.holder_pages())
+
     def _spare(self) -> list[int]:
         """Returns how many pages of each pool to leave free when a response starts: a few for each running response that may still grow. Otherwise, the new
         response would soon be preempted."""
@@ -231,6 +243,6 @@ class Slots:
             return spare
         for slot, owner in enumerate(self.owners):
             if owner is not None and owner.row is not None and not owner.paused:
-                most = pages_for(owner.ahead + owner.limit, sizes.page_tokens)
+                most = self._pages_for(owner.ahead + owner.limit)
                 spare[self._pool_of(slot)] += min(SPARE_PAGES, most - len(self.pages.held(owner.row)))
         return spare

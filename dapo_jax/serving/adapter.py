@@ -56,7 +56,7 @@ class JetStreamEngine(engine_api.Engine):
     ) -> None:  # fmt: skip
         sizes = engine.page_sizes
         if sizes.runs_out:
-            pages, needed = sizes.pools * sizes.pool_pages, sizes.holders * sizes.table_pages
+            pages, needed = sizes.pools * sizes.pool_pages, sizes.holders * sizes.holder_pages()
             raise ValueError(
                 f"the KV cache has {pages} pages, but {sizes.holders} slots of {sizes.capacity} tokens may need {needed}; "
                 "JetStream cannot preempt a response, so leave sampling.cache_tokens at 0 or use fewer slots"
@@ -64,6 +64,8 @@ class JetStreamEngine(engine_api.Engine):
         self._engine, self._weights, self._mesh = engine, weights, mesh
         self._tokenizer, self._decoding, self._key = JetStreamTokenizer(tokenizer), decoding, key
         self._pages, self._ordinals = Pages(sizes), itertools.count()
+        self._cached: dict[int, int] = {}
+        """Number of tokens in each slot that was inserted. A slot whose response has ended has fewer."""
         self._lock = threading.Lock()
         """Serializes engine calls. JetStream calls the engine from two threads, but programs must be launched on all devices in the same order."""
         self._pack = jax.jit(
@@ -77,7 +79,7 @@ class JetStreamEngine(engine_api.Engine):
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
         """Returns a decode state in which every slot is free."""
-        self._pages = Pages(self._engine.page_sizes)
+        self._pages, self._cached = Pages(self._engine.page_sizes), {}
         return self._engine.init_decode_state()
 
     def prefill(
@@ -106,7 +108,8 @@ class JetStreamEngine(engine_api.Engine):
         """Inserts a prefilled prompt into a slot. The response may fill the rest of the slot. Donates `decode_state`, but not `prefix`."""
         capacity, length, zero = self._engine.capacity, prefix.prompt_tokens, np.zeros(1, np.int32)
         self._pages.release(slot)  # frees the pages of the slot's previous response
-        fills = self._pages.start(slot, capacity, read=length) or ()
+        fills = self._pages.start(slot, length, read=length) or ()
+        self._cached[slot] = length
         insertion = Insertion(
             slots=zero + slot,
             prompts=zero + prefix.row,
@@ -124,8 +127,12 @@ class JetStreamEngine(engine_api.Engine):
         self, params: PyTree, decode_state: DecodeState
     ) -> tuple[DecodeState, engine_api.ResultTokens]:
         """Samples up to `steps_per_call` tokens in every active slot. Donates `decode_state`."""
+        for slot, length in self._cached.items():
+            self._cached[slot] = min(length + self._engine.steps_per_call, self._engine.capacity)
+            self._pages.grow(slot, self._cached[slot], cached=length)
         with self._lock:
-            state, result = self._engine.generate(params, decode_state, self._decoding, 1, self._pages.tables)
+            tables = self._pages.rows(slice(None))
+            state, result = self._engine.generate(params, decode_state, self._decoding, 1, tables)
             # JetStream expects one array that contains the tokens, their validity flags, and the current length of each response.
             data = self._pack(result.tokens, result.valid, state.generated)
         steps = result.tokens.shape[1]

@@ -127,7 +127,7 @@ class ScriptedEngine:
         state: PyTree,
         decoding: Decoding,
         min_live: int = 1,
-        tables: Int[np.ndarray, "slots table_pages"] | None = None,
+        tables: tuple[Int[np.ndarray, "slots table_pages"], ...] = (),
         until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[tuple[ScriptedSlot, ...], ResultTokens]:
         """Samples up to `steps_per_call` tokens in every live slot, and at most `until` tokens of each response.

@@ -69,7 +69,7 @@ def test_a_cache_that_is_sized_to_fit_counts_as_one_sequence(cache_tokens, state
     subject = Subject(load_config("quickstart", [f"sampling.cache_tokens={cache_tokens}"]))
     planned = subject.planned
     pages = replace(planned.pages, holders=2 * 10**6, page_tokens=64, pools=1, pool_pages=10**6)
-    cache = replace(planned.resident, decode_state=10**6 * 64 * planned.token_bytes)
+    cache = replace(planned.resident, decode_state=10**6 * 64 * planned.token_bytes[0])
     vars(subject)["planned"] = replace(planned, pages=pages, resident=cache)
     assert (pages.runs_out, pages.table_pages, memory(subject).state) == (True, 1, state)
 

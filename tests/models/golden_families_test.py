@@ -165,16 +165,15 @@ def sampled(name, cache, width):
     pages, state = Pages(engine.page_sizes), engine.init_decode_state()
     for part in engine.prefill(weights, [prompt.astype(np.int32) for prompt in prompts]):
         for index, prefix, place in part:
-            fills = [
-                (place, fill) for fill in pages.start(index, engine.capacity, read=int(prefix.lengths[place]))
-            ]
+            length = int(prefix.lengths[place])
+            fills = [(place, fill) for fill in pages.start(index, length + NEW, read=length)]
             one = {
                 key: np.array([value], np.int32)
                 for key, value in {"slots": index, "prompts": place, "ordinals": index, "indices": 0, "limits": NEW, "drawn": 0, "turns": 0}.items()
             }  # fmt: skip
             state = engine.insert(prefix, state, Insertion(**one, fills=fills), jax.random.key(0))
     greedy = decoding(temperature=0.0)
-    state, result = engine.generate(weights, state, greedy, 1, pages.tables[:2])
+    state, result = engine.generate(weights, state, greedy, 1, pages.rows([0, 1]))
     return np.asarray(result.tokens), np.asarray(result.logprobs), state
 
 

@@ -112,7 +112,7 @@ def fit(limit, slots=64, part="decode state"):
     chip = replace(CHIPS["v5e"], hbm_gib=-(-limit * 20 // 19) / 2**30)  # a twentieth stays free
     made = Plan(
         config=config, decoder=SMALL, work=workload_of(config, Assumptions()), resident=held(), sizes=SIZES, works=[], pages=PAGES,
-        token_bytes=10, topology=Topology(chip=chip, shape=(2, 2)), phases=[Phase(name="decode", program="generate", parts={part: 2500})],
+        token_bytes={0: 10}, topology=Topology(chip=chip, shape=(2, 2)), phases=[Phase(name="decode", program="generate", parts={part: 2500})],
     )  # fmt: skip
     assert made.limit == limit
     return made.cache_fit

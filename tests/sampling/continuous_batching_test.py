@@ -116,7 +116,7 @@ def all_of(sampled):
     return [response for responses in sampled.values() for response in responses]
 
 
-def differences(sampled, temperature=1.0):
+def differences(sampled, temperature=1.0, config=CONFIG):
     """The sampler's log-probabilities minus the trainer's, for all sampled tokens. The trainer has the rows packed, padded and in chunks."""
     asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
     rows = [
@@ -129,10 +129,10 @@ def differences(sampled, temperature=1.0):
         for response in responses
         for context, first, stop in response.parts(asked[ordinal])
     ]
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), remat="dots")))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), remat="dots")))
     options = UpdateOptions(temperature=temperature, logprob_chunk_vocab=100)
-    updater = Updater(graph, shapes_of(CONFIG), make_optimizer(), one_device(), options=options)
-    state = init_state(tiny_params(CONFIG), make_optimizer(), one_device())
+    updater = Updater(graph, shapes_of(config), make_optimizer(), one_device(), options=options)
+    state = init_state(tiny_params(config), make_optimizer(), one_device())
     packed = pack(rows, np.ones(len(rows)), row_tokens=40, rows_per_microbatch=24)
     [second] = updater.prepare(state, [packed, packed])[
         1

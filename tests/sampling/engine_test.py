@@ -115,7 +115,7 @@ def started(engine, read, slots, prompts, *, state=None, key=KEY, limits=9, ordi
     )  # fmt: skip
 
     def generate(weights, state, decoding, min_live=1):
-        return engine.generate(weights, state, decoding, min_live, pages.tables[: engine.slots])
+        return engine.generate(weights, state, decoding, min_live, pages.rows(slice(engine.slots)))
 
     return engine.insert(prefix, state or engine.init_decode_state(), insertion, key), generate
 

@@ -1,6 +1,7 @@
 """Pages of the KV cache: which slots hold them, and how often."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.pages import Fill, Pages, PageSizes, pages_for
+from dapo_jax.sampling.pages import Fill, Pages, PageSizes
 from dapo_jax.testing import ScriptedEngine
 
 EOS = 1
@@ -26,7 +27,7 @@ def test_a_slot_gets_pages_for_its_tokens_and_the_list_to_fill():
     pages = pool(8)
     assert pages.start(1, 10, read=6) == [Fill(0, 0), Fill(4, 1)]
     assert pages.held(1) == [0, 1, 2]
-    assert pages.tables[1, :3].tolist() == [0, 1, 2]
+    assert pages.rows([1])[0][0, :3].tolist() == [0, 1, 2]
     assert pages.free(0) == 5
 
 
@@ -49,6 +50,38 @@ def test_the_full_pages_of_a_prompt_are_shared_and_filled_once():
     assert len(pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)) == 3, "the shared pages are free too"
 
 
+def test_pages_before_a_window_are_freed():
+    """A window of 6 tokens and calls of 4: 9 tokens in 1 + 2 pages of 4 at most. The token after a prompt of 11 attends to tokens 6 to 11, in pages 1 and 2; the token after
+    14 attends to tokens 9 to 14, in pages 2 and 3. Responses to a prompt share page 1 until the last one frees it."""
+    sizes = PageSizes(
+        holders=2, capacity=24, page_tokens=4, pools=1, pool_pages=12, windows=(0, 6), call_tokens=4
+    )
+    assert [sizes.holder_pages(table) for table in (0, 1)] == [6, 3]
+    pages = Pages(sizes)
+    whole, window = pages.tables
+    fills = pages.start(0, 15, read=11, prompt="a", prompt_tokens=11)
+    assert [(fill.table, fill.first) for fill in fills] == [(0, 0), (0, 4), (0, 8), (1, 4), (1, 8)]
+    pages.start(1, 15, read=11, prompt="a", prompt_tokens=11)
+    assert (window.held, window.begins) == ([[0, 1, 2], [0, 3, 4]], [1, 1])
+    for holder in (0, 1):
+        assert pages.grow(holder, 18, cached=14)
+    assert [len(held) for held in whole.held] == [5, 5]
+    assert (window.held, window.begins) == ([[1, 2, 5], [3, 4, 0]], [2, 2]), "page 0 is free after the second"
+
+
+def test_bytes_are_divided_so_that_only_the_first_table_runs_out():
+    """Tokens of 1 byte in layers without a window and of 3 bytes in others; 4 holders of 6 pages, or 3 with the window. Up to 12 pages, the pools have the same size and a
+    page of 4 tokens needs 16 bytes in both; further pages need 4 bytes."""
+    sizes = PageSizes(
+        holders=4, capacity=24, page_tokens=4, pools=1, pool_pages=20, windows=(0, 6), call_tokens=4
+    )
+    each = {0: 1, 6: 3}
+    assert sizes.bytes(each) == 4 * (20 * 1 + 12 * 3)
+    assert [sizes.fitting(room, each) for room in (160, 192, 200, 240, 10**6)] == [10, 12, 14, 24, 24]
+    assert [replace(sizes, pool_pages=pages).pages_of(1) for pages in (10, 20)] == [10, 12]
+    assert [sizes.held_bytes(tokens, each) for tokens in (10, 24)] == [40, 24 + 3 * 12]
+
+
 def test_without_enough_free_pages_nothing_starts_and_nothing_changes():
     pages = pool(4)
     pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)
@@ -61,7 +94,7 @@ def test_slots_on_other_devices_have_pools_of_their_own():
     """Four slots over two devices: tables count pages within a pool, fills over all pools."""
     pages = pool(6, pools=2)
     assert pages.start(3, 8, read=8, prompt="a", prompt_tokens=8) == [Fill(0, 6), Fill(4, 7)]
-    assert pages.tables[3, :2].tolist() == [0, 1]
+    assert pages.rows([3])[0][0, :2].tolist() == [0, 1]
     assert (pages.free(0), pages.free(1)) == (6, 4)
     assert len(pages.start(0, 8, read=8, prompt="a", prompt_tokens=8)) == 2, "devices share nothing"
 
@@ -73,7 +106,10 @@ class Remembering(ScriptedEngine):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         sizes = self.page_sizes
-        self.memory = np.full((sizes.pools * sizes.pool_pages, sizes.page_tokens), None, object)
+        self.memory = [
+            np.full((sizes.pools * sizes.pages_of(table), sizes.page_tokens), None, object)
+            for table in range(len(sizes.windows))
+        ]
         self.who, self.again, self.tables = {}, 0, None
 
     def insert(self, prefix, state, insertion, key):
@@ -89,21 +125,23 @@ class Remembering(ScriptedEngine):
             for offset in range(self.page_sizes.page_tokens):
                 position = fill.first + offset
                 token = (ordinal, None if position < prompt else index, position)
-                self.memory[fill.page, offset] = token if position < length else "left over"
+                self.memory[fill.table][fill.page, offset] = token if position < length else "left over"
         return super().insert(prefix, state, insertion, key)
 
     def generate(self, params, state, decoding, min_live, tables, until=None):
         sizes, before = self.page_sizes, state
         state, result = super().generate(params, state, decoding, min_live, tables, until)
-        for slot in (slot for slot in range(self.slots) if before[slot].live):
+        live = [slot for slot in range(self.slots) if before[slot].live]
+        for slot, (table, window) in itertools.product(live, enumerate(sizes.windows)):
             ordinal, index, prompt, _ = self.who[slot]
-            place = sizes.pool_of(slot) * sizes.pool_pages + tables[slot]
-            for position in range(prompt + state[slot].drawn):
+            place = sizes.pool_of(slot) * sizes.pages_of(table) + tables[table][slot]
+            cached = prompt + before[slot].drawn
+            for position in range(max(0, cached + 1 - window) if window else 0, prompt + state[slot].drawn):
                 page, offset = divmod(position, sizes.page_tokens)
                 token = (ordinal, None if position < prompt else index, position)
-                if position >= prompt + before[slot].drawn:
-                    self.memory[place[page], offset] = token
-                assert self.memory[place[page], offset] == token, (slot, position)
+                if position >= cached:
+                    self.memory[table][place[page], offset] = token
+                assert self.memory[table][place[page], offset] == token, (slot, position, window)
         return state, result
 
 
@@ -113,9 +151,15 @@ def schedule(seed):
     limit, longest = int(rng.integers(1, 30)), int(rng.integers(1, 20))
     page_tokens, pools = int(rng.integers(1, 12)), int(rng.choice([1, 1, 2, 3]))
     slots = pools * int(rng.integers(1, 7))
-    capacity = limit + longest
-    most = pages_for(capacity, page_tokens)
-    pages = int(rng.integers(most, most * (slots // pools) + 2))
+    capacity, steps = limit + longest, int(rng.integers(1, 9))
+    windows = ((0,), (0, int(rng.integers(1, 20))), (int(rng.integers(10, 20)), int(rng.integers(1, 10))))[
+        seed % 3
+    ]
+    sizes = PageSizes(
+        holders=slots, capacity=capacity, page_tokens=page_tokens, pools=pools, pool_pages=0, windows=windows, call_tokens=steps
+    )  # fmt: skip
+    most = sizes.holder_pages()
+    sizes = replace(sizes, pool_pages=int(rng.integers(most, most * (slots // pools) + 1)))
     prompts = [
         Prompt(ordinal=ordinal, tokens=np.full(rng.integers(1, longest + 1), 2, np.int32), text="", answer="")
         for ordinal in range(int(rng.integers(1, 12)))
@@ -126,9 +170,8 @@ def schedule(seed):
         return [100 * ordinal + index + 2] * (length - 1) + [EOS]
 
     engine = Remembering(
-        script, slots=slots, capacity=capacity, steps_per_call=int(rng.integers(1, 9)), stop_ids=[EOS],
-        page_sizes=PageSizes(holders=slots, capacity=capacity, page_tokens=page_tokens, pools=pools, pool_pages=pages),
-    )  # fmt: skip
+        script, slots=slots, capacity=capacity, steps_per_call=steps, stop_ids=[EOS], page_sizes=sizes
+    )
     return engine, prompts, int(rng.integers(1, 8)), limit
 
 
@@ -156,19 +199,19 @@ def test_a_thousand_schedules_lose_no_page_and_mix_up_none(block, monkeypatch):
             for index, response in enumerate(responses):
                 assert response.tokens.tolist() == list(engine._response(ordinal, index, limit)), seed
         check(made[-1])
-        assert all(
-            made[-1].free(pool) == engine.page_sizes.pool_pages for pool in range(engine.page_sizes.pools)
-        ), seed
+        for at, table in enumerate(made[-1].tables):
+            assert {len(free) for free in table.free} == {engine.page_sizes.pages_of(at)}, seed
         again += engine.again
     assert again > 100, "many schedules are short of pages"
 
 
 def check(pages):
     """Compares the counts with the pages that are held."""
-    holders = np.zeros_like(pages._holders)
-    for slot in range(pages.sizes.holders):
-        assert len(set(pages.held(slot))) == len(pages.held(slot))
-        holders[pages.sizes.pool_of(slot)][pages.held(slot)] += 1
-    np.testing.assert_array_equal(pages._holders, holders)
-    for free, held in zip(pages._free, holders, strict=True):
-        assert sorted(free) == np.flatnonzero(held == 0).tolist()
+    for table in pages.tables:
+        holders = np.zeros_like(table.holders)
+        for slot, held in enumerate(table.held):
+            assert len(set(held)) == len(held)
+            holders[pages.sizes.pool_of(slot)][held] += 1
+        np.testing.assert_array_equal(table.holders, holders)
+        for free, counts in zip(table.free, holders, strict=True):
+            assert sorted(free) == np.flatnonzero(counts == 0).tolist()

@@ -1,0 +1,99 @@
+"""Layers with a window have page tables of their own. Their pages are freed during decoding, and no response changes.
+
+Windows of 3 and 5 tokens are shorter than prompts (1 to 8 tokens) and responses (up to 16). Pages have 2 tokens, so windows begin within pages and at their borders.
+"""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.testing import tiny_params
+from tests.sampling import continuous_batching_test as whole
+from tests.sampling.round_sampler_test import Flight, assert_the_same, rounds_of
+from tests.sampling.turns_test import Appending, anew
+
+CONFIG = replace(whole.CONFIG, layers=4, windows=(3, 0, 5, 3))
+ASKED = whole.prompts(0, 1, 2, 3, 4)
+
+
+@functools.cache
+def weights():
+    return WeightTransfer(shapes_of(CONFIG), whole.one_device(), dtype="float32")(tiny_params(CONFIG))
+
+
+@functools.cache
+def engine_of(slots, steps, **how):
+    return whole.made(slots, steps, config=CONFIG, **how)
+
+
+def sample(engine, **how):
+    return whole.sample(engine, ASKED, weights=weights(), **how)
+
+
+@functools.cache
+def dense():
+    """Sampled with a cache that keeps all tokens."""
+    return sample(engine_of(4, 8))
+
+
+def test_each_window_has_pages_for_one_call_of_each_holder():
+    """Four slots of 24 tokens need 12 pages each. A call of 4 steps reads and writes 5 + 4 - 1 = 8 tokens of a window of 5, and 6 of a window of 3: in 4 + 1 and 3 + 1
+    pages of two tokens if the first is the last of its page."""
+    engine = engine_of(4, 4, page_tokens=2)
+    sizes = engine.page_sizes
+    assert sizes.windows == (0, 5, 3)
+    assert [sizes.pages_of(table) for table in range(3)] == [4 * 12, 4 * 5, 4 * 4]
+    assert [layer.values.shape[0] for layer in engine.state_structs.layers] == [16, 48, 20, 16]
+    assert {layer.values.shape[0] for layer in engine_of(4, 8).state_structs.layers} == {4}, "whole slots"
+
+
+def test_the_sampler_agrees_with_the_trainer():
+    assert np.abs(whole.differences(dense(), config=CONFIG)).max() <= 2e-5
+
+
+@pytest.mark.parametrize(
+    ("slots", "steps", "how"),
+    [
+        (4, 4, {"page_tokens": 2}),
+        # With pages for two of the longest sequences, responses are preempted.
+        (16, 3, {"page_tokens": 2, "cache_tokens": 48}),
+        pytest.param(8, 1, {"page_tokens": 1, "cache_tokens": 24}, marks=pytest.mark.slow),
+    ],
+)
+def test_freed_pages_change_no_response(slots, steps, how):
+    whole.assert_same(sample(engine_of(slots, steps, **how)), dense())
+
+
+@pytest.mark.parametrize("cache_tokens", [0, 48])
+def test_paused_responses_continue_with_the_pages_of_their_windows(cache_tokens):
+    """Twelve responses in flight take turns in four slots."""
+    engine = engine_of(4, 4, in_flight=12, page_tokens=2, cache_tokens=cache_tokens)
+    flight = Flight(ASKED, in_flight=12).to_the_end(rounds_of(engine, weights=weights()))
+    assert_the_same(flight, dense())
+
+
+def test_episodes_continue_with_the_pages_of_their_windows():
+    """An engine that prefills every turn gives the same episodes."""
+    kept, again = (
+        sample(
+            engine_of(8, 3, has_turns=True, page_tokens=2, batch_invariant=invariant),
+            environments=Appending(anew, turn_tokens=3),
+        )
+        for invariant in (False, True)
+    )
+    whole.assert_same(kept, again)
+    assert np.abs(whole.differences(kept, config=CONFIG)).max() <= 2e-5
+
+
+# Slow: compiles two samplers. Batch invariance without windows is tested in continuous_batching_test.py.
+@pytest.mark.slow
+def test_batch_invariant_sampling_changes_no_bit():
+    few, many = (
+        sample(engine_of(slots, steps, batch_invariant=True, page_tokens=2))
+        for slots, steps in ((8, 4), (32, 3))
+    )
+    whole.assert_same(few, many, logprob_tolerance=0)
