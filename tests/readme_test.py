@@ -19,7 +19,6 @@ from dapo_jax.config.other_libraries import unknown_key
 from dapo_jax.config.section import entry, leaf_types
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.dapo.tokens import Tokens
-from dapo_jax.data.sources import load_rows
 from dapo_jax.rewards.judge import JudgeConfig
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import write_rollouts
@@ -125,18 +124,6 @@ def own_files(folder, rows):
     (folder / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
     (folder / "my.yaml").write_text(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])
     return load_config(folder / "my.yaml", ["run_dir=runs/mine"])
-
-
-@pytest.mark.parametrize("rows", [5, 36, 1000])
-def test_the_example_with_own_files_has_rows_for_both_splits_however_few(rows, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    data = own_files(tmp_path, rows).data
-    train, held_out = (
-        load_rows(data.source, split, path=data.path, options=data.source_options, data_dir="kept")
-        for split in (data.train_split, data.eval_split)
-    )
-    assert len(held_out) == rows // 5
-    assert len(train) == rows - rows // 5
 
 
 @pytest.mark.slow  # a minute: it compiles and trains

@@ -41,13 +41,3 @@ def test_every_weight_baseline_and_scale_has_a_formula():
     assert algorithms.WEIGHTS.keys() == set(AGGREGATIONS)
     assert algorithms.BASELINES.keys() == set(BASELINES)
     assert algorithms.SCALES.keys() == set(SCALES) - {"none"}
-
-
-def test_the_symbols_in_the_formulas_are_in_the_list():
-    listed = PAGE.split("\n## Symbols\n")[1].split("\n## ")[0]
-    formulas = " ".join(re.findall(r"\$\$ (.+) \$\$", algorithms.markdown()))
-    bare = re.sub(r"\\[a-zA-Z]+", " ", re.sub(r"\\(?:text|mathrm)\{[^}]*\}", " ", formulas))
-    defined_there = set("mDUt")  # each is followed by `=` or a set in the same formula
-    symbols = set(re.findall(r"\b[a-zA-Z]\b", bare)) - defined_there - {"e", "i"}
-    assert len(symbols) > 10
-    assert {one for one in symbols if not re.search(rf"\b{one}(?:\b|_)", listed)} == set()

@@ -171,26 +171,6 @@ def test_moments_in_the_hosts_memory_are_not_on_the_device(file, compiled):
     assert compiled.resident.moments == pytest.approx(before * 2 / 3, rel=0.01)
 
 
-# Slow: compiles two decode steps. tests/plan/memory_test.py fills free memory with whole pages.
-@pytest.mark.slow
-def test_the_reported_cache_fits_and_leaves_little(file, folder):
-    """An eighth of the tokens of 1024 slots takes 4 GiB on each device; the reported cache leaves under a hundredth of the memory."""
-    slots, capacity = 1024, 65_536
-    options = [
-        f"model.source={folder}", f"sampling.slots={slots}", "sampling.max_response_tokens=65408", "sampling.page_tokens=1024"
-    ]  # fmt: skip
-
-    def planned(tokens):
-        config = load_config(file, [*options, f"sampling.cache_tokens={tokens}"])
-        return plan(config, topology=parse("v5e:2x2"), only=("generate",))
-
-    fits = planned(slots * capacity // 8).cache_fit
-    assert fits.slots == slots
-    found = planned(fits.tokens)
-    assert found.fits
-    assert found.phases[0].total > 0.99 * found.limit
-
-
 # Slow: compiles several decode steps. tests/plan/remedies_test.py has the message and the remedies.
 @pytest.mark.slow
 def test_arrays_that_do_not_fit_are_named_and_a_remedy_is_compiled(file, folder, capsys):

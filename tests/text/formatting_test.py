@@ -104,18 +104,6 @@ def turns(*messages):
     return written + "<|im_start|>assistant\n"
 
 
-def test_examples_of_a_conversation_are_turns_after_the_system_message(chat_tokenizer):
-    asked = {
-        "prompt_template": "Q: {prompt}",
-        "few_shot": EXAMPLES[:1],
-        "chat": True,
-        "system_prompt": "Be brief.",
-    }
-    assert text_of("2+2", chat_tokenizer, **asked) == turns(
-        ("system", "Be brief."), ("user", "Q: 1+1"), ("assistant", "2"), ("user", "Q: 2+2")
-    )
-
-
 def test_examples_come_before_an_earlier_conversation(chat_tokenizer):
     talk = [("system", "S"), ("user", "one?"), ("assistant", "1"), ("user", "two?")]
     history = [{"role": role, "content": text} for role, text in talk]
