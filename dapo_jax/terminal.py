@@ -76,10 +76,10 @@ def _discard(number: int) -> None:
         os.close(nowhere)
 
 
-def _lasting(stream: Any, own: TextIO | None, number: int, gone: Callable[[], None]) -> Any:
+def _lasting(stream: Any, original: TextIO | None, number: int, gone: Callable[[], None]) -> Any:
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
-    if stream is not own or not isinstance(stream, io.TextIOWrapper):
+    if stream is not original or not isinstance(stream, io.TextIOWrapper):
         return stream
     lasting = _Descriptor(number, gone)
     with contextlib.suppress(OSError):

@@ -28,23 +28,8 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
-from dapo_jax.checkpoints.manifest import (
-    META,
-    CheckpointError,
-    DamagedError,
-    Sealing,
-    check_digests,
-    check_shapes,
-    checked_json,
-    flattened,
-    pack_arrays,
-    remove_unfinished,
-    sealed_files,
-    set_aside,
-    step_folders,
-    unpack_arrays,
-    unreadable,
-)
+from dapo_jax.checkpoints import manifest
+from dapo_jax.checkpoints.manifest import CheckpointError, DamagedError, unreadable
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first, by_first
 from dapo_jax.storage import file_bytes, in_bucket, path_of
@@ -94,9 +79,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         quiet_orbax()
         path = epath.Path(path_of(folder))
         self.folder = path if in_bucket(path) else path.resolve()  # resolve() does not support gs:// paths
-        self._sealing = Sealing(self.folder)
+        self._sealing = manifest.Sealing(self.folder)
         self._keep, self._keep_best = keep, keep_best
-        step_folders(self.folder)
+        manifest.step_folders(self.folder)
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -139,12 +124,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 f"step {step} cannot be saved in {self.folder}, which already contains step {latest}: resume from step {latest}, or move "
                 "the later checkpoints away"
             )
-        arrays = flattened(state)
-        packed, layout = pack_arrays(carry)
+        arrays = manifest.flattened(state)
+        packed, layout = manifest.pack_arrays(carry)
         meta = {
             "schema_version": SCHEMA_VERSION,
             "step": step,
-            "progress": checked_json(progress),
+            "progress": manifest.checked_json(progress),
             "state": {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in arrays.items()},
             "carry": layout,
             "score": score,
@@ -156,7 +141,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
-                remove_unfinished(self.folder)
+                manifest.remove_unfinished(self.folder)
             self._manager.reload()  # updates Orbax's list, because steps may have been added or set aside
             if score is not None:
                 self._scores[step] = score
@@ -187,7 +172,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def steps(self) -> list[int]:
         """Returns the completely written steps in order, including damaged steps. Does not wait for the save in progress."""
-        return sorted(int(path.name) for path in step_folders(self.folder))
+        return sorted(int(path.name) for path in manifest.step_folders(self.folder))
 
     def latest_step(self) -> int | None:
         """Waits for the save in progress and returns the step of the last complete checkpoint, or None."""
@@ -232,34 +217,34 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         folder, default = self.folder / str(step), SingleDeviceSharding(jax.local_devices()[0])
         target = {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default)
-            for path, leaf in flattened(target_state).items()
+            for path, leaf in manifest.flattened(target_state).items()
         }
         with _agreed_errors():
-            files = sealed_files(folder)
+            files = manifest.sealed_files(folder)
             meta = self._meta(step)
             check(f"checkpoint {folder}", meta["progress"])
             saved = {path: entry for path, entry in meta["state"].items() if path in target or not part}
-            check_shapes(f"checkpoint {folder}", saved, target, rows)
-            check_digests(folder, files, share=(jax.process_index(), jax.process_count()))
+            manifest.check_shapes(f"checkpoint {folder}", saved, target, rows)
+            manifest.check_digests(folder, files, share=(jax.process_index(), jax.process_count()))
         # `strict=False` lets Orbax truncate embeddings or pad them with zeros, within the limits of `check_shapes`.
-        how = ocp.checkpoint_utils.construct_restore_args(target, strict=False)
-        restored = ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=True)
-        items: dict[str, Any] = {"state": restored}
+        arguments = ocp.checkpoint_utils.construct_restore_args(target, strict=False)
+        state = ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=True)
+        items: dict[str, Any] = {"state": state}
         if carry_bytes := sum(entry["bytes"] for entry in meta["carry"].values()):
             items["carry"] = ocp.args.StandardRestore({"bytes": np.empty(carry_bytes, np.uint8)})
         with _agreed_errors():
             try:
-                found: Any = self._manager.restore(step, args=ocp.args.Composite(**items))
+                items_read: Any = self._manager.restore(step, args=ocp.args.Composite(**items))
             except Exception as error:
                 raise unreadable(folder, error) from error
-        packed = np.asarray(found["carry"]["bytes"]) if carry_bytes else np.empty(0, np.uint8)
+        packed = np.asarray(items_read["carry"]["bytes"]) if carry_bytes else np.empty(0, np.uint8)
         # Orbax returns the leaves of a flat dict in sorted order, so they are picked in the target's order.
-        leaves = [found["state"][path] for path in target]
+        leaves = [items_read["state"][path] for path in target]
         return Restored(
             step=step,
             state=jax.tree.unflatten(jax.tree.structure(target_state), leaves),
             progress=meta["progress"],
-            carry=unpack_arrays(packed, meta["carry"]),
+            carry=manifest.unpack_arrays(packed, meta["carry"]),
         )
 
     def restore_last(
@@ -282,17 +267,17 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         damaged: dict[int, str] = {}
         for step in reversed(steps):
             try:
-                found = restore(step)
+                restored = restore(step)
             except DamagedError as error:
                 damaged[step] = str(error)
                 continue
             for skipped, problem in damaged.items():
                 if aside:
                     folder = self.folder / str(skipped)
-                    there = by_first(lambda folder=folder: set_aside(folder).encode()).decode()
-                    problem += f"; it is now {there}"
+                    moved = by_first(lambda folder=folder: manifest.set_aside(folder).encode()).decode()
+                    problem += f"; it is now {moved}"
                 say(f"{problem}. Using step {step} instead")
-            return found
+            return restored
         if damaged:
             raise DamagedError(
                 f"none of the checkpoints in {self.folder} can be restored: {'; '.join(damaged.values())}. Copy a checkpoint from a "
@@ -326,9 +311,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def _meta(self, step: int) -> dict[str, Any]:
         """Reads the `meta` item, which `save` writes."""
         folder = self.folder / str(step)
-        check_digests(folder, {META: sealed_files(folder)[META]})
+        manifest.check_digests(folder, {manifest.META: manifest.sealed_files(folder)[manifest.META]})
         try:
-            meta = read_object(file_bytes(folder / META), META)
+            meta = read_object(file_bytes(folder / manifest.META), manifest.META)
         except (OSError, ValueError) as error:
             raise unreadable(folder, error) from error
         if (version := meta["schema_version"]) != SCHEMA_VERSION:
@@ -343,12 +328,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     @functools.cached_property
     def _scores(self) -> dict[int, float]:
         """The scores by step, including steps that earlier processes saved. Steps without a score are omitted."""
-        found: dict[int, float] = {}
+        scores: dict[int, float] = {}
         for step in self.steps():
             with suppress(CheckpointError):
                 if (score := self._meta(step)["score"]) is not None:
-                    found[step] = score
-        return found
+                    scores[step] = score
+        return scores
 
     def _best(self) -> tuple[int, float] | None:
         steps = self.steps()
@@ -360,7 +345,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if self.folder.exists():
             if jax.process_index() == 0:
                 with suppress(OSError):  # the next save tries again to remove them
-                    remove_unfinished(self.folder)
+                    manifest.remove_unfinished(self.folder)
             self._manager.reload()  # Orbax's list lacks the oldest step, which is still on the disk
         full = os.strerror(errno.ENOSPC)
         why = f"the disk is full ({full})" if full in str(error) else str(error)
@@ -375,10 +360,10 @@ def _agreed_errors() -> Iterator[None]:
         yield
     except _AGREED as error:
         mine = error
-    kind = next((place for place, each in enumerate(_AGREED) if isinstance(mine, each)), 0)
-    for found in all_gather_bytes(b"" if mine is None else json.dumps([kind, str(mine)]).encode()):
-        if found:
-            kind, message = json.loads(found)
+    kind = next((index for index, error in enumerate(_AGREED) if isinstance(mine, error)), 0)
+    for gathered in all_gather_bytes(b"" if mine is None else json.dumps([kind, str(mine)]).encode()):
+        if gathered:
+            kind, message = json.loads(gathered)
             raise _AGREED[kind](message) from mine
 
 

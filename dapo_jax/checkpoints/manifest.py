@@ -78,11 +78,7 @@ def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
 
 
 def step_folders(folder: epath.Path) -> list[epath.Path]:
-    """Returns the completely written steps in `folder`, whether or not they are damaged.
-
-    Raises:
-        CheckpointError: `folder` cannot be listed.
-    """
+    """Returns the completely written steps in `folder`, whether or not they are damaged. Raises CheckpointError if it cannot be listed."""
     try:
         return [path for path in map(epath.Path, entries(folder)) if _is_step(path)]
     except OSError as error:
@@ -99,21 +95,17 @@ def _is_step(path: epath.Path) -> bool:
 
 
 def set_aside(folder: epath.Path) -> str:
-    """Renames a damaged checkpoint to STEP.damaged and returns its new path.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be renamed.
-    """
+    """Renames a damaged checkpoint to STEP.damaged and returns its new path, or raises CheckpointError."""
     names = (f"{folder.name}.damaged{number}" for number in itertools.chain([""], itertools.count(2)))
-    place = next(place for place in map(folder.with_name, names) if not place.exists())
+    target = next(path for path in map(folder.with_name, names) if not path.exists())
     try:
-        move_folder(folder, place)
+        move_folder(folder, target)
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint {folder} is damaged, and cannot be renamed to {place.name} ({error.strerror or error}): move it away, or "
+            f"checkpoint {folder} is damaged, and cannot be renamed to {target.name} ({error.strerror or error}): move it away, or "
             "give this user permission to rename it"
         ) from error
-    return str(place)
+    return str(target)
 
 
 def remove_unfinished(folder: epath.Path) -> None:
@@ -141,28 +133,20 @@ class SealedFile:
 
 
 def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
-    """Writes the entry of every file in `folder` to `folder/sha256.json`.
+    """Writes the entry of every file in `folder`, a step that lacks only its final name or its marker, to `folder/sha256.json`.
 
-    Args:
-        folder: a step that is complete except for its final name or its marker.
-        known: entries of the files that the processes hashed after writing them. All other files are read.
-
-    Raises:
-        CheckpointError: a known file is missing or has a different size.
+    `known` contains the entries of the files that the processes hashed after writing them. All other files are read. Raises
+    CheckpointError if a known file is missing or has a different size.
     """
-    there = {
-        name: size
-        for name, (size, _) in stored_files(folder).items()
-        if name.rpartition("/")[2] not in _UNSEALED
-    }
+    sizes = {name: size for name, (size, _) in stored_files(folder).items() if _is_sealed(name)}
     for name, file in known.items():
-        if there.get(name) != file.bytes:
-            found = f"{there[name]:,} bytes" if name in there else "no such file"
+        if sizes.get(name) != file.bytes:
+            found = f"{sizes[name]:,} bytes" if name in sizes else "no such file"
             raise CheckpointError(
                 f"{folder / name} was written with {file.bytes:,} bytes, but the first process finds {found}: put the "
                 "checkpoints on a disk or into a bucket that all processes can access"
             )
-    files = {**digested(folder, there.keys() - known.keys()), **known}
+    files = {**digested(folder, sizes.keys() - known.keys()), **known}
     content = {name: vars(files[name]) for name in sorted(files)}
     (folder / MANIFEST).write_text(json.dumps({"files": content}, indent=1))
 
@@ -170,9 +154,9 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
 def digested(folder: epath.Path, names: Set[str] | None = None) -> dict[str, SealedFile]:
     """Hashes the files `names` in `folder`, by default all files, and returns their manifest entries by path."""
     # The md5s are listed before the files are read. So if an object is replaced in between, its md5 mismatches, and a restore checks its sha256.
-    there = stored_files(folder)
-    digests = _digests(folder, there.keys() if names is None else names)
-    return {name: SealedFile(there[name][0], digest, there[name][1]) for name, digest in digests.items()}
+    stored = stored_files(folder)
+    digests = _digests(folder, stored.keys() if names is None else names)
+    return {name: SealedFile(stored[name][0], digest, stored[name][1]) for name, digest in digests.items()}
 
 
 def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
@@ -183,49 +167,46 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
         CheckpointError: the manifest cannot be read (see `unreadable`).
     """
     try:
-        there = stored_files(folder)
-        if MANIFEST not in there:
+        stored = stored_files(folder)
+        if MANIFEST not in stored:
             raise DamagedError(f"checkpoint {folder} has no {MANIFEST}: it is damaged, or not from dapo_jax")
         listed = read_object(file_bytes(folder / MANIFEST), MANIFEST)["files"]
         files = {name: SealedFile(**entry) for name, entry in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise unreadable(folder, error) from error
-    sealed = {name for name in there if name.rpartition("/")[2] not in _UNSEALED}
-    if difference := sorted(files.keys() ^ sealed):
+    if difference := sorted(files.keys() ^ set(filter(_is_sealed, stored))):
         state = "missing" if difference[0] in files else "not part of this checkpoint"
         raise DamagedError(f"checkpoint {folder} is damaged: {difference[0]} is {state}")
     for name, file in files.items():
-        if there[name][0] != file.bytes:
+        if stored[name][0] != file.bytes:
             raise DamagedError(
-                f"checkpoint {folder} is damaged: {name} has {there[name][0]:,} bytes, but {file.bytes:,} were written"
+                f"checkpoint {folder} is damaged: {name} has {stored[name][0]:,} bytes, but {file.bytes:,} were written"
             )
     return files
+
+
+def _is_sealed(name: str) -> bool:
+    return name.rpartition("/")[2] not in _UNSEALED
 
 
 def check_digests(
     folder: epath.Path, files: Mapping[str, SealedFile], *, share: tuple[int, int] = (0, 1)
 ) -> None:
-    """Compares the contents of files with their recorded sha256. A file is not read if the bucket still reports its recorded md5.
+    """Compares files with their entries from `sealed_files`. A file is not read if the bucket still reports its recorded md5.
 
-    Args:
-        folder: a complete checkpoint.
-        files: the entries from `sealed_files`.
-        share: (index, count). Only every count-th file is checked, so that the work can be divided among processes.
-
-    Raises:
-        DamagedError: a file has changed.
-        CheckpointError: a file cannot be read (see `unreadable`).
+    With a `share` of (index, count), only every count-th file is checked, so that the work can be divided among processes. Raises
+    DamagedError if a file has changed, and CheckpointError if a file cannot be read (see `unreadable`).
     """
     index, count = share
     mine = {name: files[name] for name in sorted(files)[index::count]}
     try:
         if any(file.md5 for file in mine.values()):
-            there = stored_files(folder)
-            mine = {name: file for name, file in mine.items() if not file.md5 or there[name][1] != file.md5}
-        found = _digests(folder, mine)
+            stored = stored_files(folder)
+            mine = {name: file for name, file in mine.items() if not file.md5 or stored[name][1] != file.md5}
+        digests = _digests(folder, mine)
     except (OSError, MemoryError) as error:
         raise unreadable(folder, error) from error
-    for name, digest in found.items():
+    for name, digest in digests.items():
         if digest != mine[name].sha256:
             raise DamagedError(
                 f"checkpoint {folder} is damaged: {name} has sha256 {digest[:12]}..., but was written with {mine[name].sha256[:12]}..."
@@ -252,32 +233,32 @@ class Sealing:
     def meet(self, *, key: str, timeout_ms: int) -> None:
         """Orbax calls this method at its barriers. At the barrier after the writes, each process publishes the digests of its files."""
         if _ALL_WRITTEN in key and jax.process_count() > 1:
-            own = json.dumps({name: vars(file) for name, file in self._own().items()})
+            entries = json.dumps({name: vars(file) for name, file in self._written_here().items()})
             store = coordination_service().client
-            store.key_value_set(f"{self._place}{jax.process_index()}", own, allow_overwrite=True)
+            store.key_value_set(f"{self._key}{jax.process_index()}", entries, allow_overwrite=True)
         self._barrier(key=key, timeout_ms=timeout_ms)
 
-    def _own(self) -> dict[str, SealedFile]:
+    def _written_here(self) -> dict[str, SealedFile]:
         """Returns the entries of the files in this process's folders, by their path in the step."""
-        step, found = being_written(self._folder / str(self.step)), {}
+        step, files = being_written(self._folder / str(self.step)), {}
         for item in ("state", "carry"):
             name = f"ocdbt.process_{jax.process_index()}"
-            if (place := being_written(step / item) / name).exists():
-                found |= {f"{item}/{name}/{path}": file for path, file in digested(place).items()}
-        return found
+            if (folder := being_written(step / item) / name).exists():
+                files |= {f"{item}/{name}/{path}": file for path, file in digested(folder).items()}
+        return files
 
     def seal(self) -> None:
         """Writes the manifest. Orbax calls this method in the first process after the last write."""
         known: dict[str, SealedFile] = {}
         if jax.process_count() > 1:
             store = coordination_service().client
-            for _, text in store.key_value_dir_get(self._place):
+            for _, text in store.key_value_dir_get(self._key):
                 known |= {name: SealedFile(**file) for name, file in json.loads(text).items()}
-            store.key_value_delete(self._place)
+            store.key_value_delete(self._key)
         write_manifest(being_written(self._folder / str(self.step)), known)
 
     @property
-    def _place(self) -> str:
+    def _key(self) -> str:
         return f"dapo_jax/digests/{self._folder}/{self.step}/"
 
 
@@ -308,11 +289,11 @@ def unpack_arrays(
     packed: UInt8[np.ndarray, " bytes"], layout: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, np.ndarray]:
     """Inverse of `pack_arrays`. The arrays are writable copies."""
-    parts = np.split(packed, np.cumsum([entry["bytes"] for entry in layout.values()], dtype=int))
+    pieces = np.split(packed, np.cumsum([entry["bytes"] for entry in layout.values()], dtype=int))
     # A bytearray is a writable copy, and is aligned for any dtype.
     return {
-        name: np.frombuffer(bytearray(part), np.dtype(entry["dtype"])).reshape(entry["shape"])
-        for (name, entry), part in zip(layout.items(), parts, strict=False)
+        name: np.frombuffer(bytearray(piece), np.dtype(entry["dtype"])).reshape(entry["shape"])
+        for (name, entry), piece in zip(layout.items(), pieces, strict=False)
     }
 
 
@@ -346,16 +327,9 @@ def check_shapes(
     target: Mapping[str, jax.ShapeDtypeStruct],
     rows: int | None,
 ) -> None:
-    """Checks that a checkpoint's arrays have the shapes of the target's arrays.
+    """Raises ValueError if a checkpoint's arrays (path -> shape and dtype) do not have the shapes of `target` (see `Checkpointer.restore` for `rows`).
 
-    Args:
-        where: the checkpoint's name for messages.
-        saved: shape and dtype by path, from the checkpoint's metadata.
-        target: the arrays to restore, by the same paths.
-        rows: number of vocabulary entries. The number of padding rows after them may differ. If None, the numbers of rows must be equal.
-
-    Raises:
-        ValueError: the arrays belong to different models.
+    `where` is the checkpoint's name for messages.
     """
     if missing := sorted(target.keys() - saved.keys()):
         raise ValueError(f"{where} does not contain {', '.join(missing[:3])}, which the target has")

@@ -82,11 +82,13 @@ def _run(arguments: argparse.Namespace) -> int:
         processes.leave()
         return STOPPED
     except BaseException as error:
-        found = _outcome(error, name)
-        status, shown = (1, traceback.format_exc()) if found is None else (found[0], printable(found[1]))
+        outcome = _outcome(error, name)
+        status, shown = (
+            (1, traceback.format_exc()) if outcome is None else (outcome[0], printable(outcome[1]))
+        )
         if joined:
-            processes.fail(status, processes.described(error), shown=shown, by_all=found is not None)
-        if found is None:
+            processes.fail(status, processes.described(error), shown=shown, by_all=outcome is not None)
+        if outcome is None:
             raise
         print(shown, file=sys.stderr)
         return status
@@ -174,8 +176,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.replace(", key=value", "")  # optional, but argparse lists it as a missing argument
-        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
+        if invalid := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            near = nearest(invalid[1], re.findall(r"[\w-]+", invalid[2]))
             message += f"; did you mean {near[0]!r}?" if near else ""
         super().error(printable(message))
 

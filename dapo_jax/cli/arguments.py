@@ -24,46 +24,48 @@ MODEL = "preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder
 
 def command(commands: Commands, name: str, function: Callable[..., int]) -> argparse.ArgumentParser:
     """Adds a command that calls `function` with the parsed arguments. The docstring of `function` is the help text."""
-    made = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
-    made.set_defaults(command=function)
-    return made
+    parser = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
+    parser.set_defaults(command=function)
+    return parser
 
 
 def option(
-    made: argparse.ArgumentParser, name: str, text: str, metavar: str | None = None, **how: Any
+    parser: argparse.ArgumentParser, name: str, text: str, metavar: str | None = None, **options: Any
 ) -> None:
     """Adds an option, which is a flag if neither `metavar` nor `how` is given. If the default is a number, values are converted to its type."""
-    given: dict[str, Any] = {"metavar": metavar, **how} if metavar or how else {"action": "store_true"}
-    if (default := how.get("default")) not in (None, "", [], {}):
+    settings: dict[str, Any] = (
+        {"metavar": metavar, **options} if metavar or options else {"action": "store_true"}
+    )
+    if (default := options.get("default")) not in (None, "", [], {}):
         text += f" (default {f'{default:g}' if isinstance(default, float) else default})"
     if isinstance(default, int | float):
-        given["type"] = type(default)
-    made.add_argument(name, help=text, **given)
+        settings["type"] = type(default)
+    parser.add_argument(name, help=text, **settings)
 
 
-def add_config(made: argparse.ArgumentParser) -> None:
+def add_config(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments `CONFIG key=value ...`."""
-    made.add_argument("config", help=CONFIG)
-    add_overrides(made)
+    parser.add_argument("config", help=CONFIG)
+    add_overrides(parser)
 
 
-def add_overrides(made: argparse.ArgumentParser) -> None:
+def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments `key=value ...`."""
-    made.add_argument("overrides", nargs="*", metavar="key=value", help="override of a configuration key")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a configuration key")
 
 
-def add_conversation(made: argparse.ArgumentParser) -> None:
+def add_conversation(parser: argparse.ArgumentParser) -> None:
     """Adds the options that turn a prompt into a conversation."""
-    option(made, "--chat", "format each prompt as a user message, with the chat template")
-    option(made, "--system-prompt", "system message of every conversation", "TEXT", default="")
+    option(parser, "--chat", "format each prompt as a user message, with the chat template")
+    option(parser, "--system-prompt", "system message of every conversation", "TEXT", default="")
     kwargs = {"type": json_object, "default": {}}
-    option(made, "--chat-template-kwargs", "additional variables for the chat template", "JSON", **kwargs)
+    option(parser, "--chat-template-kwargs", "additional variables for the chat template", "JSON", **kwargs)
 
 
 def passed(function: Callable[..., Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments that are set and have the names of parameters of `function`."""
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    return {name: given[name] for name in signature(function).parameters if name in given}
+    values = {name: value for name, value in vars(arguments).items() if value is not None}
+    return {name: values[name] for name in signature(function).parameters if name in values}
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -77,8 +79,8 @@ def json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError(f"{printable(repr(text))} {problem}")
 
 
-def write_json(where: str, content: Any, *, given: str = "--json") -> None:
-    """Writes `content` to the file `where`, or to standard output if `where` is `-`. `given` is the option, for error messages.
+def write_json(where: str, content: Any, *, flag: str = "--json") -> None:
+    """Writes `content` to the file `where`, or to standard output if `where` is `-`. `flag` is the option, for error messages.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -93,7 +95,7 @@ def write_json(where: str, content: Any, *, given: str = "--json") -> None:
     try:
         write_whole(Path(where).expanduser(), text.encode())
     except OSError as error:
-        raise ConfigError(f"{given} {where}: it cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"{flag} {where}: it cannot be written: {error.strerror or error}") from error
 
 
 def printable(message: str) -> str:

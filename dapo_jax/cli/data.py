@@ -35,31 +35,31 @@ def add_to(commands: Commands) -> None:
     option(shown, "--prompt-template", "template with {prompt}, or dapo", "TEXT", default="{prompt}")
     add_conversation(shown)
     option(shown, "-n", "number of prompts to show", default=3)
-    made = command(commands, "score", score)
-    made.add_argument("rollouts", help="a JSONL file with rollouts, or a folder of such files")
-    how = {"dest": "graders", "action": "append", "required": True}
-    option(made, "--grader", "grader to apply; may be given several times", "GRADER", **how)
-    option(made, "--answer-marker", "answer marker of the exact grader", "TEXT", default="=")
-    option(made, "--show", "number of disagreements to show for each pair of graders", default=5)
-    option(made, "--workers", "number of grading processes", default=2)
-    option(made, "--timeout-s", "time limit in seconds for one response", default=10.0)
-    made = command(commands, "convert", convert)
+    parser = command(commands, "score", score)
+    parser.add_argument("rollouts", help="a JSONL file with rollouts, or a folder of such files")
+    settings = {"dest": "graders", "action": "append", "required": True}
+    option(parser, "--grader", "grader to apply; may be given several times", "GRADER", **settings)
+    option(parser, "--answer-marker", "answer marker of the exact grader", "TEXT", default="=")
+    option(parser, "--show", "number of disagreements to show for each pair of graders", default=5)
+    option(parser, "--workers", "number of grading processes", default=2)
+    option(parser, "--timeout-s", "time limit in seconds for one response", default=10.0)
+    parser = command(commands, "convert", convert)
     text = "a .gguf file, a model folder, a run folder, an adapter folder, preset:NAME or shipped:NAME"
-    made.add_argument("source", help=text)
-    made.add_argument("target", help="a folder that does not exist or is empty")
+    parser.add_argument("source", help=text)
+    parser.add_argument("target", help="a folder that does not exist or is empty")
     text = "merge the adapters of a run or an adapter folder into the base model, and write a complete model instead of an adapter folder"
-    option(made, "--merge", text)
-    option(made, "--dtype", "dtype of all tensors", choices=("float32", "bfloat16"), default="float32")
+    option(parser, "--merge", text)
+    option(parser, "--dtype", "dtype of all tensors", choices=("float32", "bfloat16"), default="float32")
 
 
-def _add_dataset(made: argparse.ArgumentParser) -> None:
+def _add_dataset(parser: argparse.ArgumentParser) -> None:
     text = "dapo_math_17k, aime_2024, gsm8k, math_500, a JSON Lines or parquet file, arithmetic, reasoning_gym:TASK, ..."
-    made.add_argument("source", metavar="NAME", help=text)
-    option(made, "--from", "file or folder of the dataset", "PATH", dest="path", default="")
-    how = {"dest": "source_options", "type": json_object, "default": {}}
-    option(made, "--options", 'for jsonl: {"prompt": "question"}', "JSON", **how)
-    option(made, "--on-bad-row", "action if a row is invalid", choices=("error", "skip"), default="error")
-    option(made, "--keep-repeated", "keep rows that repeat the question of an earlier row")
+    parser.add_argument("source", metavar="NAME", help=text)
+    option(parser, "--from", "file or folder of the dataset", "PATH", dest="path", default="")
+    settings = {"dest": "source_options", "type": json_object, "default": {}}
+    option(parser, "--options", 'for jsonl: {"prompt": "question"}', "JSON", **settings)
+    option(parser, "--on-bad-row", "action if a row is invalid", choices=("error", "skip"), default="error")
+    option(parser, "--keep-repeated", "keep rows that repeat the question of an earlier row")
 
 
 def prepare(arguments: argparse.Namespace) -> int:

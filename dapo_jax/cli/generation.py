@@ -40,56 +40,56 @@ SHORT = {
 
 def add_to(commands: Commands) -> None:
     """Adds the commands `eval`, `sample` and `serve` to the parser."""
-    made = command(commands, "eval", evaluate)
-    made.add_argument("model", help=MODEL)
-    add_overrides(made)
-    option(made, "--config", "configuration file (default: the run's configuration)", "FILE")
-    option(made, "--data", "dataset to evaluate on", "NAME")
-    option(made, "--path", "file or folder of the dataset; without --data, loaded as `jsonl`", "PATH")
-    option(made, "--split", "split of the dataset (default test, or the only split)", "SPLIT")
+    parser = command(commands, "eval", evaluate)
+    parser.add_argument("model", help=MODEL)
+    add_overrides(parser)
+    option(parser, "--config", "configuration file (default: the run's configuration)", "FILE")
+    option(parser, "--data", "dataset to evaluate on", "NAME")
+    option(parser, "--path", "file or folder of the dataset; without --data, loaded as `jsonl`", "PATH")
+    option(parser, "--split", "split of the dataset (default test, or the only split)", "SPLIT")
     for name, key in SHORT.items():
-        option(made, f"--{name.replace('_', '-')}", f"sets {key}", "X")
-    option(made, "--chat", "sets data.chat=true")
-    option(made, "--keep", "write all rollouts and the score of each problem to this folder", "FOLDER")
-    made = command(commands, "sample", sample)
-    made.add_argument("model", help=MODEL)
-    option(made, "--prompt", "prompt text; may be given several times", action="append", required=True)
-    option(made, "-n", "number of responses per prompt", default=1)
-    option(made, "--temperature", "sampling temperature; 0: greedy", default=1.0)
-    _add_cuts(made)
-    option(made, "--max-response-tokens", "maximum number of tokens per response", default=64)
-    option(made, "--seed", "random seed for sampling", default=0)
-    add_conversation(made)
-    option(made, "--stop", "string that ends a response; repeatable", "TEXT", action="append", default=[])
-    option(made, "--stop-token-ids", "token ids that end a response", "ID", type=int, nargs="+", default=[])
-    made = command(commands, "serve", serve)
-    made.add_argument("model", help=MODEL)
-    option(made, "--jetstream", "serve JetStream's gRPC protocol instead of HTTP (extra jetstream, 2.3 GB)")
+        option(parser, f"--{name.replace('_', '-')}", f"sets {key}", "X")
+    option(parser, "--chat", "sets data.chat=true")
+    option(parser, "--keep", "write all rollouts and the score of each problem to this folder", "FOLDER")
+    parser = command(commands, "sample", sample)
+    parser.add_argument("model", help=MODEL)
+    option(parser, "--prompt", "prompt text; may be given several times", action="append", required=True)
+    option(parser, "-n", "number of responses per prompt", default=1)
+    option(parser, "--temperature", "sampling temperature; 0: greedy", default=1.0)
+    _add_cuts(parser)
+    option(parser, "--max-response-tokens", "maximum number of tokens per response", default=64)
+    option(parser, "--seed", "random seed for sampling", default=0)
+    add_conversation(parser)
+    option(parser, "--stop", "string that ends a response; repeatable", "TEXT", action="append", default=[])
+    option(parser, "--stop-token-ids", "token ids that end a response", "ID", type=int, nargs="+", default=[])
+    parser = command(commands, "serve", serve)
+    parser.add_argument("model", help=MODEL)
+    option(parser, "--jetstream", "serve JetStream's gRPC protocol instead of HTTP (extra jetstream, 2.3 GB)")
     text = f"address to listen on; [::]: all addresses; over HTTP, all except loopback addresses require an API key in {API_KEY}"
-    option(made, "--host", text, default="127.0.0.1")
-    option(made, "--port", "port to listen on; 0: a free port", default=9000)
+    option(parser, "--host", text, default="127.0.0.1")
+    option(parser, "--port", "port to listen on; 0: a free port", default=9000)
     text = "switch to each new checkpoint of the run folder, and look for new checkpoints every SECONDS (default 5)"
-    option(made, "--follow", text, "SECONDS", dest="follow_s", type=float, nargs="?", const=5.0)
-    option(made, "--slots", "number of responses that are decoded in parallel", default=16)
+    option(parser, "--follow", text, "SECONDS", dest="follow_s", type=float, nargs="?", const=5.0)
+    option(parser, "--slots", "number of responses that are decoded in parallel", default=16)
     text = "maximum number of tokens per prompt; longer prompts are refused (default 1024, or the model's limit; with --jetstream 64)"
-    option(made, "--max-prompt-tokens", text, type=int)
+    option(parser, "--max-prompt-tokens", text, type=int)
     text = "maximum number of tokens per response (default 1024, or the model's limit; with --jetstream 64)"
-    option(made, "--max-response-tokens", text, type=int)
+    option(parser, "--max-response-tokens", text, type=int)
     text = "sampling temperature; over HTTP, only for requests without a temperature; 0: greedy (default 1; with --jetstream 0)"
-    option(made, "--temperature", text, type=float)
-    _add_cuts(made)
-    option(made, "--seed", "random seed for requests without a seed", default=0)
-    add_conversation(made)
-    option(made, "--model-name", "over HTTP: name that requests use for the model (default MODEL)", "NAME")
+    option(parser, "--temperature", text, type=float)
+    _add_cuts(parser)
+    option(parser, "--seed", "random seed for requests without a seed", default=0)
+    add_conversation(parser)
+    option(parser, "--model-name", "over HTTP: name that requests use for the model (default MODEL)", "NAME")
     text = "maximum number of waiting responses; further requests are asked to retry (default 1024)"
-    option(made, "--queue", text, "RESPONSES", type=int)
+    option(parser, "--queue", text, "RESPONSES", type=int)
     text = "make responses bitwise independent of other requests; requires a multiple of 8 slots per device"
-    option(made, "--batch-invariant", text)
-    option(made, "--steps-per-call", "tokens per streamed message", default=4)
+    option(parser, "--batch-invariant", text)
+    option(parser, "--steps-per-call", "tokens per streamed message", default=4)
     text = "tokens per page of the KV cache; 0: a default for the platform"
-    option(made, "--page-tokens", text, default=0)
+    option(parser, "--page-tokens", text, default=0)
     text = "dtype of activations and matrix products"
-    option(made, "--compute-dtype", text, choices=("float32", "bfloat16"), default="float32")
+    option(parser, "--compute-dtype", text, choices=("float32", "bfloat16"), default="float32")
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -97,15 +97,15 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from dapo_jax.commands import evaluate
     from dapo_jax.evaluation import lost_verdicts, table
 
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    overrides = [f"{key}={given[name]}" for name, key in SHORT.items() if name in given]
+    values = {name: value for name, value in vars(arguments).items() if value is not None}
+    overrides = [f"{key}={values[name]}" for name, key in SHORT.items() if name in values]
     named = {"data": "source", "path": "path", "split": "split"}
-    if dataset := {key: given[name] for name, key in named.items() if name in given}:
+    if dataset := {key: values[name] for name, key in named.items() if name in values}:
         overrides.append(f"eval.datasets=[{json.dumps({'source': 'jsonl', **dataset})}]")
     overrides += ["data.chat=true"] * arguments.chat + arguments.overrides
-    found = evaluate(arguments.model, arguments.config, overrides=overrides, keep=arguments.keep)
-    print(table(found.scores, metric=found.metric), end="")
-    for name, groups in found.groups.items():
+    evaluation = evaluate(arguments.model, arguments.config, overrides=overrides, keep=arguments.keep)
+    print(table(evaluation.scores, metric=evaluation.metric), end="")
+    for name, groups in evaluation.groups.items():
         if lost := lost_verdicts(groups):
             print(f"{name}: {printable(lost)}")
     return 0
@@ -115,8 +115,8 @@ def sample(arguments: argparse.Namespace) -> int:
     """Sample responses to prompts."""
     from dapo_jax.commands import sample
 
-    how = passed(sample, arguments)
-    groups = sample(arguments.model, arguments.prompt, samples_per_prompt=arguments.n, **how)
+    options = passed(sample, arguments)
+    groups = sample(arguments.model, arguments.prompt, samples_per_prompt=arguments.n, **options)
     for group in groups:
         print(visible(group.prompt.text))
         for rollout in group.rollouts:
@@ -124,9 +124,9 @@ def sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_cuts(made: argparse.ArgumentParser) -> None:
-    option(made, "--top-p", "probability mass for nucleus sampling; 1: off", default=1.0)
-    option(made, "--top-k", "number of most likely tokens to sample from; 0: off", default=0)
+def _add_cuts(parser: argparse.ArgumentParser) -> None:
+    option(parser, "--top-p", "probability mass for nucleus sampling; 1: off", default=1.0)
+    option(parser, "--top-k", "number of most likely tokens to sample from; 0: off", default=0)
 
 
 def serve(arguments: argparse.Namespace) -> int:

@@ -20,41 +20,43 @@ PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "scor
 
 def add_to(commands: Commands) -> None:
     """Adds the commands `plan`, `doctor` and `report` to the parser."""
-    made = command(commands, "plan", plan)
-    add_config(made)
+    parser = command(commands, "plan", plan)
+    add_config(parser)
     text = "TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu), or NVIDIA GPUs: h100:8, h100x4:16 for machines of 4, ... (extra cuda-plan)"
-    option(made, "--topology", text, "T")
+    option(parser, "--topology", text, "T")
     text = "bandwidth of each GPU's network between machines, in Gbit/s (default 400)"
-    option(made, "--network", text, "GBIT", type=float)
+    option(parser, "--network", text, "GBIT", type=float)
     text = "mean response length (default: the limit)"
-    option(made, "--response-tokens", text, "MEAN[,STD]", type=_lengths)
-    option(made, "--prompt-tokens", "mean prompt length (default: the limit)", "MEAN", type=float)
-    option(made, "--informative", "fraction of groups that are informative", "SHARE", default=0.5)
-    option(made, "--turns", "mean turns per episode (default: environment.max_turns)", "MEAN", type=float)
-    option(made, "--sweep", "try every mesh of fsdp x tensor, and rank the meshes that fit")
+    option(parser, "--response-tokens", text, "MEAN[,STD]", type=_lengths)
+    option(parser, "--prompt-tokens", "mean prompt length (default: the limit)", "MEAN", type=float)
+    option(parser, "--informative", "fraction of groups that are informative", "SHARE", default=0.5)
+    option(parser, "--turns", "mean turns per episode (default: environment.max_turns)", "MEAN", type=float)
+    option(parser, "--sweep", "try every mesh of fsdp x tensor, and rank the meshes that fit")
     text = "compile only programs whose names begin with this word; may be given several times (default all)"
-    option(made, "--only", text, "PROGRAM", action="append", choices=PROGRAMS)
+    option(parser, "--only", text, "PROGRAM", action="append", choices=PROGRAMS)
     text = "time limit in seconds for the search for changes that make a run fit; 0: no search"
-    option(made, "--suggest-s", text, "SECONDS", default=600.0)
-    option(made, "--json", "also write JSON; -: to standard output, and tables to standard error", "FILE")
-    made = command(commands, "doctor", doctor)
-    made.add_argument("config", nargs="?", help=f"{CONFIG}; without it, only the machine is checked")
-    add_overrides(made)
-    option(made, "--full", "run the test step with the run's own model instead of a tiny model")
-    option(made, "--quick", "skip the test step")
+    option(parser, "--suggest-s", text, "SECONDS", default=600.0)
+    option(parser, "--json", "also write JSON; -: to standard output, and tables to standard error", "FILE")
+    parser = command(commands, "doctor", doctor)
+    parser.add_argument("config", nargs="?", help=f"{CONFIG}; without it, only the machine is checked")
+    add_overrides(parser)
+    option(parser, "--full", "run the test step with the run's own model instead of a tiny model")
+    option(parser, "--quick", "skip the test step")
     text = "format of a correct response for your own grader, for example '<result>{answer}</result>' (default: several formats are tried)"
-    option(made, "--right", text, "TEXT", default="")
-    option(made, "--json", "also write JSON; -: to standard output, and the table to standard error", "FILE")
-    made = command(commands, "report", report)
-    made.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, finished or still running")
-    option(made, "--out", "file for the page (default RUN/report.html of the first run)", "FILE")
-    option(made, "--png", "also write the figures as PNG files (extra report)", "FOLDER")
-    option(made, "--trace", "also write a trace of all steps for chrome://tracing or Perfetto", "FILE")
+    option(parser, "--right", text, "TEXT", default="")
+    option(
+        parser, "--json", "also write JSON; -: to standard output, and the table to standard error", "FILE"
+    )
+    parser = command(commands, "report", report)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, finished or still running")
+    option(parser, "--out", "file for the page (default RUN/report.html of the first run)", "FILE")
+    option(parser, "--png", "also write the figures as PNG files (extra report)", "FOLDER")
+    option(parser, "--trace", "also write a trace of all steps for chrome://tracing or Perfetto", "FILE")
     text = "show rollouts of at most N logged steps and responses of at most N evaluations, evenly spaced (default all)"
-    option(made, "--rollout-steps", text, "N", type=int)
+    option(parser, "--rollout-steps", text, "N", type=int)
     text = "serve the page to a browser on this machine instead, and update it while the runs continue"
-    option(made, "--watch", text)
-    option(made, "--port", "with --watch: port on 127.0.0.1 (default: any free port)", "N", type=int)
+    option(parser, "--watch", text)
+    option(parser, "--port", "with --watch: port on 127.0.0.1 (default: any free port)", "N", type=int)
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -79,21 +81,21 @@ def plan(arguments: argparse.Namespace) -> int:
     width = None if sys.stdout.isatty() else 160
     console = Console(stderr=arguments.json == "-", width=width, highlight=False)
     say = partial(print, file=sys.stderr, flush=True)
-    made = topologies.parse(arguments.topology) if arguments.topology else None
+    topology = topologies.parse(arguments.topology) if arguments.topology else None
     if (network := arguments.network) is not None:
-        if made is None or not made.has_network or network <= 0:
+        if topology is None or not topology.has_network or network <= 0:
             needs = "must be above 0, and needs GPUs on several machines, for example --topology h100:16"
             raise ConfigError(f"--network={network:g} {needs}")
-        made = replace(made, network_bytes_s=network * 1e9 / 8)
+        topology = replace(topology, network_bytes_s=network * 1e9 / 8)
     if arguments.sweep:
-        if made is None:
+        if topology is None:
             raise ConfigError("--sweep compares meshes on a topology, so it requires --topology")
-        found = remedies.sweep(config, made, assumed=assumed, only=arguments.only, say=say)
-        output.show_sweep(found, console)
+        swept = remedies.sweep(config, topology, assumed=assumed, only=arguments.only, say=say)
+        output.show_sweep(swept, console)
         if arguments.json:
-            write_json(arguments.json, output.swept_as_data(found))
-        return 0 if any(not isinstance(one, str) for _, one in found) else 1
-    result = planning.plan(config, topology=made, assumed=assumed, only=arguments.only, say=say)
+            write_json(arguments.json, output.swept_as_data(swept))
+        return 0 if any(not isinstance(one, str) for _, one in swept) else 1
+    result = planning.plan(config, topology=topology, assumed=assumed, only=arguments.only, say=say)
     seconds, tried = arguments.suggest_s, list[remedies.Tried]()
     if seconds and not result.fits:
         tried = remedies.suggestions(result, assumed=assumed, seconds=seconds, say=say)
@@ -133,10 +135,10 @@ def doctor(arguments: argparse.Namespace) -> int:
             before=lambda check: status.update(f"{check.name} ..."),
         )
     show(findings, console, configured=config is not None)
-    found = as_data(findings, configured=config is not None)
+    data = as_data(findings, configured=config is not None)
     if arguments.json:
-        write_json(arguments.json, found)
-    return 0 if found["can_train"] else 1
+        write_json(arguments.json, data)
+    return 0 if data["can_train"] else 1
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -148,16 +150,16 @@ def report(arguments: argparse.Namespace) -> int:
     from dapo_jax.report import report
     from dapo_jax.storage import path_of
 
-    made = report(*arguments.runs, rollout_steps=arguments.rollout_steps)
+    page = report(*arguments.runs, rollout_steps=arguments.rollout_steps)
     try:
-        out = made.save(arguments.out or path_of(arguments.runs[0]) / "report.html")
-        print(f"{out}: {len(made.html.encode()) / 1e6:.1f} MB")
+        out = page.save(arguments.out or path_of(arguments.runs[0]) / "report.html")
+        print(f"{out}: {len(page.html.encode()) / 1e6:.1f} MB")
         if arguments.png:
-            written = made.save_figures(arguments.png)
+            written = page.save_figures(arguments.png)
             print(f"{arguments.png}: {len(written)} PNGs")
         if arguments.trace:
-            write_json(arguments.trace, made.trace, given="--trace")
-            print(f"{arguments.trace}: {len(made.trace['traceEvents'])} events")
+            write_json(arguments.trace, page.trace, flag="--trace")
+            print(f"{arguments.trace}: {len(page.trace['traceEvents'])} events")
     except (OSError, ValueError) as error:  # ValueError if a path is neither local nor in a bucket
         if isinstance(error, ConfigError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -12,15 +12,15 @@ from dapo_jax.config.loading import changed_yaml
 
 def add_to(commands: Commands) -> None:
     """Adds the commands `train`, `sft` and `config` to the parser."""
-    made = command(commands, "train", train)
-    add_config(made)
-    made.epilog = f"algorithm=NAME sets all keys of an algorithm: {', '.join(ALGORITHMS)}"
-    option(made, "--resume", "resume from the last checkpoint in run_dir")
+    parser = command(commands, "train", train)
+    add_config(parser)
+    parser.epilog = f"algorithm=NAME sets all keys of an algorithm: {', '.join(ALGORITHMS)}"
+    option(parser, "--resume", "resume from the last checkpoint in run_dir")
     add_config(command(commands, "sft", sft))
-    made = command(commands, "config", config)
-    add_config(made)
-    option(made, "--changed", "print only keys that differ from their defaults")
-    kinds = made.add_mutually_exclusive_group()
+    parser = command(commands, "config", config)
+    add_config(parser)
+    option(parser, "--changed", "print only keys that differ from their defaults")
+    kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--sft", action="store_true", help="CONFIG is for a supervised warm start")
     kinds.add_argument("--eval", action="store_true", help="CONFIG is for an evaluation")
 

@@ -62,15 +62,15 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
     folder = checked_folder(target, key="target", write=True)
     if folder.exists() and (not folder.is_dir() or entries(folder)):
         raise ConfigError(f"{target} exists and is not empty; choose another target, or remove it")
-    path, made = Path(source).expanduser(), not folder.exists()
+    path, is_new = Path(source).expanduser(), not folder.exists()
     is_gguf = path.suffix == ".gguf"
     try:
         if is_gguf and in_bucket(source):
             raise ConfigError(f"{source}: a GGUF file must be on a local disk; copy it there")
         plain, policy, skipped = None, None, 0
         if not is_gguf and not source.startswith("preset:") and run_at(source) is None:
-            found = folder_of(ModelConfig(source=source), weights=True)
-            plain = None if is_adapter(found) else found
+            folder_read = folder_of(ModelConfig(source=source), weights=True)
+            plain = None if is_adapter(folder_read) else folder_read
         if not is_gguf and plain is None:
             policy = find_policy(source)
         if merge and (policy is None or policy.decoder.lora is None):
@@ -84,7 +84,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
         with suppress(OSError):  # removes the incomplete model
             for file in entries(folder):
                 file.unlink()
-            if made and folder.exists():
+            if is_new and folder.exists():
                 folder.rmdir()
         if isinstance(error, OSError):
             raise ConfigError(

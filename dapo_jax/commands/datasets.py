@@ -75,7 +75,7 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
         lengths, _ = measured_prompts(rows, tokenizer, PromptFormat(data))
         shown = [(row, *PromptFormat(data).encode(row["prompt"], tokenizer)) for row in rows[: max(0, count)]]
     unit = "tokens" if model else "bytes"
-    marks = " ".join(f"{name} {int(np.quantile(lengths, at))}" for name, at in _QUANTILES.items())
+    marks = " ".join(f"{name} {int(np.quantile(lengths, share))}" for name, share in _QUANTILES.items())
     lines = [
         rows.note or f"{data.source}: {len(rows):,} prompts",
         f"split {split} (of {', '.join(splits)}): {len(rows):,} prompts",

@@ -85,50 +85,46 @@ def evaluate(
     held_out = held_out_prompts(config.data, config.eval, tokenizer, rows=rows)
     policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     sampler = sampler_of(evaluation_spec(config), seed=config.seed)
-    found: dict[str, list[Group]] = {}
+    groups_of: dict[str, list[Group]] = {}
     episodes = episodes_of(environment, config, policy.tokenizer)
     graders = grading(config.reward, policy, stop=config.sampling.stop, graders=checked, episodes=episodes)
     with closing(graders):
         weights = sampler.transfer(policy.params)
         for name, prompts in held_out.items():
-            how = {"name": name, "step": policy.step, "environments": episodes}
-            found[name] = sampler.evaluate(weights, prompts, graders.groups, config.eval, **how)
+            options = {"name": name, "step": policy.step, "environments": episodes}
+            groups_of[name] = sampler.evaluate(weights, prompts, graders.groups, config.eval, **options)
             if kept is not None:
-                write_rollouts(kept / quote(name, safe=""), 0, found[name])
-                write_problems(kept / "problems", map(problem_record, found[name]), name=name, step=0)
+                write_rollouts(kept / quote(name, safe=""), 0, groups_of[name])
+                write_problems(kept / "problems", map(problem_record, groups_of[name]), name=name, step=0)
     scores: dict[str, float] = {}
-    for name, groups in found.items():
+    for name, groups in groups_of.items():
         scores |= summarize(groups, name=name)
-    rollouts = (rollout for groups in found.values() for group in groups for rollout in group.rollouts)
+    rollouts = (rollout for groups in groups_of.values() for group in groups for rollout in group.rollouts)
     if all(rollout.verdict.score is None for rollout in rollouts):
         metric = "correct"
-    return Evaluation(scores=scores, groups=found, metric=metric)
+    return Evaluation(scores=scores, groups=groups_of, metric=metric)
 
 
 def _configured(
     model: str, config: EvaluateConfig | str | Path | None, overrides: Sequence[str]
 ) -> tuple[EvaluateConfig, str]:
-    """Returns the evaluation configuration (from `config`, or from the run `model`), and the `dynamic_sampling.metric` that training used.
-
-    Raises:
-        ConfigError: `load_evaluation` failed, or there are overrides but the configuration is not a file.
-    """
+    """Returns the evaluation configuration (from `config`, or from the run `model`), and the `dynamic_sampling.metric` that training used."""
     run = run_at(model)
-    own = None if run is None else run / "config.yaml"
+    of_run = None if run is None else run / "config.yaml"
     if isinstance(config, EvaluateConfig):
         if overrides:
             raise ConfigError(
                 f"overrides={list(overrides)} require a configuration file, but an EvaluateConfig was given; set these keys in it"
             )
-        found, file = config, None
+        loaded, file = config, None
     else:
-        file = own if config is None else config
-        found = load_evaluation(file, overrides)
-    for path, changes in ((file, overrides), (own, ())):
+        file = of_run if config is None else config
+        loaded = load_evaluation(file, overrides)
+    for path, changes in ((file, overrides), (of_run, ())):
         with suppress(ConfigError):  # the file may not be a training configuration
             if path is not None:
-                return found, load_config(path, changes).dynamic_sampling.metric
-    return found, "correct"
+                return loaded, load_config(path, changes).dynamic_sampling.metric
+    return loaded, "correct"
 
 
 def _loaded(
@@ -170,31 +166,31 @@ def sample(
     )
     check_value("seed", seed, int, Rules(range=SEED))
     run = run_at(source)
-    own = EvaluateConfig() if run is None else load_evaluation(run / "config.yaml")
-    kept = own.sampling
+    trained = EvaluateConfig() if run is None else load_evaluation(run / "config.yaml")
+    kept = trained.sampling
     ends = {"stop": list(stop or kept.stop), "stop_token_ids": list(stop_token_ids or kept.stop_token_ids)}
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, slots=slots, **ends)
     use_compilation_cache()
     policy, sampler_of = _loaded(source, ParallelConfig(), sampling, "float32")
-    chat = chat or own.data.chat
+    chat = chat or trained.data.chat
     if run is not None and not chat and policy.tokenizer.chat_template is not None:
         with suppress(ConfigError):  # the dataset may not be on this machine
-            chat = any(not isinstance(rows[0]["prompt"], str) for rows in every_split(own.data).values())
-    variables = dict(chat_template_kwargs or own.data.chat_template_kwargs)
-    system_prompt = system_prompt or own.data.system_prompt
-    data = replace(own.data, chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
+            chat = any(not isinstance(rows[0]["prompt"], str) for rows in every_split(trained.data).values())
+    variables = dict(chat_template_kwargs or trained.data.chat_template_kwargs)
+    system_prompt = system_prompt or trained.data.system_prompt
+    data = replace(trained.data, chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
     positions = policy.decoder.max_positions
     if max_response_tokens >= positions:
         needs = f"must be at most {positions - 1}, because the model has {positions} positions for prompt and response"
         raise ConfigError(f"max_response_tokens={max_response_tokens} (--max-response-tokens) {needs}")
     with prefixed(""):
-        found = held_out(
+        asked = held_out(
             checked_rows([{"prompt": text, "answer": "-"} for text in prompts]),
             policy.tokenizer,
             max_prompt_tokens=positions - max_response_tokens,
             prompt_format=PromptFormat(with_template_date(data)),
         )
-    longest = max(len(prompt.tokens) for prompt in found)
+    longest = max(len(prompt.tokens) for prompt in asked)
     spec = SamplerSpec(
         sampling=sampling, max_prompt_tokens=longest, group_size=samples_per_prompt, compute_dtype="float32"
     )
@@ -203,4 +199,4 @@ def sample(
     unread = check_graders(reward, reward=lambda sample: Verdict(correct=False, reason="not graded"))
     ungraded = grading(reward, policy, stop=sampling.stop, graders=unread)
     weights = sampler.transfer(policy.params)
-    return sampler.evaluate(weights, found, ungraded.groups, config, name="", step=0)
+    return sampler.evaluate(weights, asked, ungraded.groups, config, name="", step=0)

@@ -39,14 +39,14 @@ class Scores:
         """Returns the scores from a grader. Verdicts without a score, including lost verdicts, are left out."""
         return [verdict.score for verdict in self.verdicts[grader] if verdict.score is not None]
 
-    def agreement(self, one: str, other: str) -> float:
+    def agreement(self, grader: str, other: str) -> float:
         """Returns the fraction of responses on which two graders return the same verdict."""
-        return 1.0 - len(self.disagreements(one, other)) / len(self.rows)
+        return 1.0 - len(self.disagreements(grader, other)) / len(self.rows)
 
-    def disagreements(self, one: str, other: str) -> list[int]:
+    def disagreements(self, grader: str, other: str) -> list[int]:
         """Returns the indices of the responses on which two graders return different verdicts."""
-        pairs = zip(self.verdicts[one], self.verdicts[other], strict=True)
-        return [place for place, (a, b) in enumerate(pairs) if a.correct != b.correct]
+        pairs = zip(self.verdicts[grader], self.verdicts[other], strict=True)
+        return [index for index, (a, b) in enumerate(pairs) if a.correct != b.correct]
 
 
 def score(
@@ -77,9 +77,9 @@ def score(
         verdicts = {RECORDED: [Verdict(**{name: row[name] for name in known}) for row in rows]}
     except KeyError as error:
         raise ConfigError(f"{rollouts} contains a rollout without {error}") from error
-    how: dict[str, Any] = {"answer_marker": answer_marker, "workers": workers, "timeout_s": timeout_s}
+    settings: dict[str, Any] = {"answer_marker": answer_marker, "workers": workers, "timeout_s": timeout_s}
     for grader in graders:
-        submit, close = submit_of(RewardConfig(grader=grader, **how))
+        submit, close = submit_of(RewardConfig(grader=grader, **settings))
         try:
             futures = [submit(group) for group in groups]
             verdicts[grader] = [verdict for future in futures for verdict in future.result()]
@@ -95,9 +95,13 @@ def describe(scores: Scores, *, show: int = 5) -> str:
     width = max(len(name) for name in names)
     lines = []
     for name in names:
-        if given := scores.numbers(name):
-            missing = f"; {count - len(given)} of {count} responses have none" if len(given) < count else ""
-            means = f"mean score {sum(given) / len(given):.4g}, from {min(given):.4g} to {max(given):.4g}"
+        if numbers := scores.numbers(name):
+            missing = (
+                f"; {count - len(numbers)} of {count} responses have none" if len(numbers) < count else ""
+            )
+            means = (
+                f"mean score {sum(numbers) / len(numbers):.4g}, from {min(numbers):.4g} to {max(numbers):.4g}"
+            )
             lines.append(f"{name:{width}}  {means}{missing}")
     lines += [""] * bool(lines) + _shares(scores, names, width)
     for pair in combinations(names, 2):
@@ -114,27 +118,27 @@ def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
         "",
         "  ".join([" " * width, *(f"{name:>7}" for name in columns)]),
     ]
-    for one in names:
-        shares = [scores.accuracy(one), *(scores.agreement(one, other) for other in names)]
+    for grader in names:
+        shares = [scores.accuracy(grader), *(scores.agreement(grader, other) for other in names)]
         cells = [f"{share:.1%}".rjust(max(7, len(name))) for name, share in zip(columns, shares, strict=True)]
-        lines.append("  ".join([f"{one:{width}}", *cells]))
+        lines.append("  ".join([f"{grader:{width}}", *cells]))
     return lines
 
 
 def _differences(scores: Scores, pair: tuple[str, str], differing: list[int], show: int) -> list[str]:
     """Formats the disagreements between two graders: how often only one of them judges a response correct, and the first `show` such responses."""
     only = [
-        f"correct only for {name}: {sum(scores.verdicts[name][place].correct for place in differing)}"
+        f"correct only for {name}: {sum(scores.verdicts[name][index].correct for index in differing)}"
         for name in pair
     ]
     lines = ["", f"{' and '.join(pair)} differ on {len(differing)} of {len(scores.rows)}; {', '.join(only)}"]
-    for place in differing[:show]:
-        row = scores.rows[place]
+    for index in differing[:show]:
+        row = scores.rows[index]
         asked = row["row"].get("source_row", f"prompt {row['ordinal']}")
         response = f"response {row.get('index')}, answer {row['answer']!r}: ...{' '.join(row['response'][-120:].split())}"
         lines.append(f"  step {row['step']}, {asked}, {response}")
         for name in pair:
-            verdict = scores.verdicts[name][place]
+            verdict = scores.verdicts[name][index]
             judged = "correct" if verdict.correct else "wrong"
             judged = judged if verdict.score is None else f"score {verdict.score:.4g}"
             lines.append(f"    {name}: {judged}; {verdict.reason}")

@@ -52,9 +52,9 @@ def examine(
     for check in checks:
         began = time.monotonic()
         needed = [(name, results[name]) for name in check.needs if name in results]
-        if lacking := [each for each in needed if each[1].state in ("failed", "skipped")]:
-            name, one = lacking[0]
-            found = Found(f"because '{name}' failed" if one.state == "failed" else one.message, "skipped")
+        if missing := [(name, need) for name, need in needed if need.state in ("failed", "skipped")]:
+            name, need = missing[0]
+            found = Found(f"because '{name}' failed" if need.state == "failed" else need.message, "skipped")
         else:
             before(check)
             try:

@@ -43,17 +43,17 @@ def versions() -> Found:
 
 def devices() -> Found:
     """Reports the kind, number and memory of the devices, and warns if an accelerator seems to be unused."""
-    here = jax.devices()
-    limit = device_bytes(here[0])
-    kinds = Counter(one.device_kind for one in here)
+    present = jax.devices()
+    limit = device_bytes(present[0])
+    kinds = Counter(device.device_kind for device in present)
     message = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if limit is not None:
         message += f", {gib(limit)} each"
-    elif len(here) > 1 and here[0].platform == "cpu":
+    elif len(present) > 1 and present[0].platform == "cpu":
         message += ", which share the host's memory"
     if (gpus := topologies.here()) is not None:
         message += f" (`dapo-jax plan --topology {gpus.name}`)"
-    why, fix = _unused_accelerator() if here[0].platform == "cpu" else ("", "")
+    why, fix = _unused_accelerator() if present[0].platform == "cpu" else ("", "")
     return Found(f"{message}; {why}", "warning", fix) if why else Found(message)
 
 

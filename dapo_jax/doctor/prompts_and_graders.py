@@ -28,8 +28,8 @@ def training_data(subject: Subject) -> Found:
     source, notes = subject.training
     details = tuple(line for prompt in subject.prompts(SHOWN) for line in _shown(prompt, subject.tokenizer))
     message = "; ".join([f"{source.rows_per_epoch:,} prompts to train on", *notes])
-    if found := repeated_prompts(subject.config, source.rows_per_epoch):
-        often, remedy = found
+    if repeated := repeated_prompts(subject.config, source.rows_per_epoch):
+        often, remedy = repeated
         return Found(f"{message}; {often}", "warning", remedy, details)
     return Found(message, details=details)
 
@@ -37,8 +37,8 @@ def training_data(subject: Subject) -> Found:
 def _shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
     """Formats a prompt and its last tokens, in which errors in a chat template are easy to see."""
     tokens, spelled = prompt.tokens, getattr(tokenizer, "spelled", tokenizer.decode)
-    places = range(max(0, len(tokens) - LAST), len(tokens))
-    pieces = " ".join(repr(spelled(tokens[at : at + 1])) for at in places)
+    last = range(max(0, len(tokens) - LAST), len(tokens))
+    pieces = " ".join(repr(spelled(tokens[at : at + 1])) for at in last)
     return [
         f"prompt {prompt.ordinal}, {len(tokens)} tokens, answer {prompt.answer!r}:",
         f"    {shortened(repr(prompt.text), 240)}",
@@ -49,8 +49,8 @@ def _shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
 def evaluation_data(subject: Subject) -> Found:
     """Checks that there are prompts to evaluate on."""
     data, evaluation = with_template_date(subject.config.data), subject.config.eval
-    found = held_out_prompts(data, evaluation, subject.tokenizer, rows=subject.rows)
-    return Found(", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in found.items()))
+    datasets = held_out_prompts(data, evaluation, subject.tokenizer, rows=subject.rows)
+    return Found(", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in datasets.items()))
 
 
 def grader(subject: Subject) -> Found:
@@ -108,22 +108,22 @@ def _judged(
 ) -> Found:
     """Checks the verdicts of a grader that judges responses as correct or wrong."""
     by_score = ""
-    if any(one.score is not None for each in verdicts for one in each):
+    if any(verdict.score is not None for group in verdicts for verdict in group):
         by_score = "; a score above 0 counts as correct: if the score is the reward, set dynamic_sampling.metric=score"
     pairs = list(zip(asked, verdicts, strict=True))
-    for samples, each in pairs:
-        if each[-1].correct:
+    for samples, group in pairs:
+        if group[-1].correct:
             message = f"an empty response to {_named(samples[0].prompt)} is graded as correct"
             remedy = f"fix the grader: a policy would learn to write nothing{by_score}"
             return Found(message, "failed", remedy)
-    wrong = [(samples, each) for samples, each in pairs if not any(verdict.correct for verdict in each[:-1])]
+    wrong = [pair for pair in pairs if not any(verdict.correct for verdict in pair[1][:-1])]
     if not wrong:
-        form = next(sample.response for sample, one in zip(*pairs[0], strict=True) if one.correct)
+        form = next(sample.response for sample, verdict in zip(*pairs[0], strict=True) if verdict.correct)
         return Found(
             f"{len(asked)} of {len(asked)} reference answers are graded as correct, for example {form!r}, and empty responses as wrong; {took}"
         )
-    samples, each = wrong[0]
-    reason = f" ({each[0].reason})" if each[0].reason else ""
+    samples, group = wrong[0]
+    reason = f" ({group[0].reason})" if group[0].reason else ""
     form = "" if own_form else "; if it expects another format, add --right '<result>{answer}</result>'"
     return Found(
         f"{len(wrong)} of {len(asked)} reference answers are graded as wrong, for example {samples[0].prompt.answer!r} to "
@@ -135,8 +135,8 @@ def _judged(
 
 def _scored(verdicts: Sequence[Sequence[Verdict]], took: str) -> Found:
     """Checks the scores from a grader. A task may have no correct answer, but an empty response must not get the best score."""
-    scores = [[one.score for one in each if one.score is not None] for each in verdicts]
-    if any(len(known) < len(each) for known, each in zip(scores, verdicts, strict=True)):
+    scores = [[verdict.score for verdict in group if verdict.score is not None] for group in verdicts]
+    if any(len(known) < len(group) for known, group in zip(scores, verdicts, strict=True)):
         return Found(
             "the grader returned a verdict without a score, and dynamic_sampling.metric=score needs scores",
             "failed",

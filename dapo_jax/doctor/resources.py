@@ -43,8 +43,8 @@ def model(subject: Subject) -> Found:
     config, vocabulary = subject.config, tokenizer.vocab_size
     note = decoder.for_length(config.sequence_tokens).length_note
     notes = filter(None, (f"{skipped} {NOT_LOADED}" if skipped else "", note))
-    found = f"{config.model.source}: {decoder.size_note}, {weights}, {vocabulary:,} tokens"
-    return Found("; ".join((found, *notes)))
+    size_note = f"{config.model.source}: {decoder.size_note}, {weights}, {vocabulary:,} tokens"
+    return Found("; ".join((size_note, *notes)))
 
 
 def memory(subject: Subject) -> Found:
@@ -59,14 +59,14 @@ def memory(subject: Subject) -> Found:
     # The gradient is as large as the parameters, because both are float32.
     there = replace(there, decode_state=cache, gradient=there.state - there.moments)
     phases = (together(program, there, updates=updates)[1] for program in ("generate", "update_apply"))
-    parts = max(phases, key=lambda each: sum(each.values()))
-    needed, available = sum(parts.values()), present_bytes()
+    largest = max(phases, key=lambda arrays: sum(arrays.values()))
+    needed, available = sum(largest.values()), present_bytes()
     if available is None:
         needed *= jax.local_device_count()
         limit, whose = host_bytes()[1], "available in the host's memory"
     else:
         limit, whose = int(available * (1 - MARGIN)), "on a device"
-    listed = " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+    listed = " + ".join(f"{name} {gib(size)}" for name, size in largest.items() if size)
     message = f"needs at least {gib(needed)} of {gib(limit)} {whose}: {listed}"
     if needed <= CROWDED * limit:
         return Found(message)

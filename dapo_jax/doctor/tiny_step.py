@@ -84,7 +84,10 @@ class TinyStep(ExitStack, Observer):
             return Found("loss or gradient is NaN or infinite", "failed", _NUMBERS)
         if not norm:
             return Found("the gradient is zero", "failed", _NUMBERS)
-        tokens, limit = sum(one.response_tokens for one in rollouts), self.config.sampling.max_response_tokens
+        tokens, limit = (
+            sum(rollout.response_tokens for rollout in rollouts),
+            self.config.sampling.max_response_tokens,
+        )
         return Found(
             f"{len(rollouts)} responses of at most {limit} tokens, {tokens} in total, {metrics['time/sample_s']:.1f} s; "
             f"{len(self._updates)} updates, loss {loss:.3g}, gradient norm {norm:.3g}, {metrics['time/update_s']:.1f} s; times include compilation"
@@ -171,8 +174,8 @@ class TinyStep(ExitStack, Observer):
 
     def evaluate(self) -> Found:
         """Evaluates on the step's prompts. The verdicts do not depend on the responses, so accuracies are not shown."""
-        began, found = time.monotonic(), self._run.sampling.evaluate(self._state.params, 0)
-        groups = [group for each in found.values() for group in each]
+        began, datasets = time.monotonic(), self._run.sampling.evaluate(self._state.params, 0)
+        groups = [group for graded in datasets.values() for group in graded]
         seconds = time.monotonic() - began
         return Found(f"{len(groups)} prompts, {len(_rollouts(groups))} responses, {seconds:.1f} s")
 
@@ -226,7 +229,7 @@ def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -
 @whole_group
 def half_are_right(samples: Sequence[Sample]) -> list[bool]:
     """Grades every second response in a group as correct, so that the group is informative."""
-    return [place % 2 == 0 for place in range(len(samples))]
+    return [index % 2 == 0 for index in range(len(samples))]
 
 
 def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:

@@ -44,9 +44,8 @@ class StoppedError(BaseException):
 def first_reason(reasons: Mapping[int, str], process: int) -> str:
     """Returns the reason for stopping a run with several processes, or an empty string if no process was asked to stop.
 
-    Args:
-        reasons: process -> its `Stop.reason`, which may already name the process where the stop was requested.
-        process: the process that reports the reason. If another process was asked to stop, the returned reason names it.
+    `reasons` maps each process to its `Stop.reason`, which may already name the process where the stop was requested. The returned reason
+    names this process if it is not `process`, the process that reports it.
     """
     for index, reason in sorted(reasons.items()):
         if reason:

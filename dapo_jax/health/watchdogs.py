@@ -96,10 +96,10 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     """
     accuracy = seen["rollout/accuracy"][-RECENT:]
     done = metric == "correct" and bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
-    found: dict[str, str] = {}
+    holding: dict[str, str] = {}
     first, now = _first_and_now(seen, "rollout/response_tokens")
     if now < MIN_LENGTH_FRAC * first:
-        found["length_collapse"] = (
+        holding["length_collapse"] = (
             f"length collapse: responses have {now:.1f} tokens on average, down from {first:.1f}. Usual causes: the reward prefers "
             "brevity (an overlong penalty that begins too early, a grader that accepts an empty or guessed answer); "
             "loss.aggregation=sequence_mean. Read the rollouts; raise sampling.max_response_tokens or lower "
@@ -107,23 +107,23 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
         )
     first, now = _first_and_now(seen, "policy/entropy")
     if now < min(MIN_ENTROPY, 0.1 * first) and not done and not seen["teacher/reverse_kl"]:
-        found["entropy_collapse"] = (
+        holding["entropy_collapse"] = (
             f"entropy collapse: {now:.2g} nats per token, down from {first:.2g}: the policy hardly explores. Usual causes: "
             "the learning rate is too high; the upper clip range is as small as the lower; a step has too many updates. Lower "
             "optimizer.learning_rate, raise loss.clip_ratio_high, raise batch.groups_per_update; resume from an earlier checkpoint"
         )
     first, now = _first_and_now(seen, "rollout/truncated_frac")
     if now > max(MAX_TRUNCATED_FRAC, first + 0.25):
-        found["truncation"] = (
+        holding["truncation"] = (
             f"truncation: {now:.0%} of the responses are truncated at the length limit, up from {first:.0%}. Usual causes: the "
             "reward grows with length; responses repeat themselves; the policy no longer writes a stop token or stop string. Read "
             "the rollouts; enable reward.overlong, check sampling.stop, or raise sampling.max_response_tokens if the task needs it"
         )
     if metric and (text := _flat_groups(seen, metric)):
-        found["flat_groups"] = text
+        holding["flat_groups"] = text
     if metric and not done and (text := _reward_stuck(seen)):
-        found["reward_stuck"] = text
-    return found
+        holding["reward_stuck"] = text
+    return holding
 
 
 def _flat_groups(seen: Seen, metric: str) -> str:
@@ -172,7 +172,7 @@ def _reward_stuck(seen: Seen) -> str:
 
 def _error(spread: Sequence[float], prompts: Sequence[float]) -> float:
     """Returns an upper bound on the standard error of the mean reward, assuming that all responses to a prompt have the same reward."""
-    return math.sqrt(_mean([one * one for one in spread]) / max(sum(prompts), 1.0))
+    return math.sqrt(_mean([std * std for std in spread]) / max(sum(prompts), 1.0))
 
 
 def _first_and_now(seen: Seen, name: str) -> tuple[float, float]:

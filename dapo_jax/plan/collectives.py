@@ -75,12 +75,12 @@ def collectives(text: str, *, trips: Sequence[int] = (), per_machine: int = 0) -
     head = text.partition("\n")[0]
     devices = math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)))
     counts, total, network = Counter[str](), Counter[str](), Counter[str]()
-    for made, where, times in _walk(*_parsed(text), 1, trips):
-        kind, received = _received(made, where, devices)
+    for instruction, where, times in _walk(*_parsed(text), 1, trips):
+        kind, received = _received(instruction, where, devices)
         if received:
             counts[kind] += times
             total[kind] += times * received
-            network[kind] += int(times * received * _network_share(made, devices, per_machine))
+            network[kind] += int(times * received * _network_share(instruction, devices, per_machine))
     return [
         Traffic(kind=kind, count=counts[kind], received_bytes=total[kind], network_bytes=network[kind])
         for kind in KINDS
@@ -96,12 +96,12 @@ def array_bytes(text: str) -> int:
     return math.ceil(bits / 8)
 
 
-def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
+def _received(instruction: Instruction, where: str, devices: int) -> tuple[str, int]:
     """Returns the kind of a collective and the bytes that each device receives in it, or "" and 0 if nothing is exchanged."""
-    kind = made.kind
-    if not kind or (group := len(_group(made.rest, devices))) == 1:
+    kind = instruction.kind
+    if not kind or (group := len(_group(instruction.rest, devices))) == 1:
         return "", 0
-    size, started = array_bytes(made.type), made.opcode.endswith("-start")
+    size, started = array_bytes(instruction.type), instruction.opcode.endswith("-start")
     # The type of an asynchronous collective lists the operand and the result, except for an all-reduce.
     if started and kind == "all-gather":
         size = size * group // (group + 1)
@@ -119,17 +119,17 @@ def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
     return kind, (2 if kind == "all-reduce" else 1) * size * (group - 1) // group
 
 
-def _network_share(made: Instruction, devices: int, per_machine: int) -> float:
+def _network_share(instruction: Instruction, devices: int, per_machine: int) -> float:
     """Returns the fraction of a collective's received bytes that a device receives over the network."""
     if not per_machine:
         return 0.0
-    if pairs := re.search(r"source_target_pairs=\{(\{.*?\})\}", made.rest):
+    if pairs := re.search(r"source_target_pairs=\{(\{.*?\})\}", instruction.rest):
         ends = re.findall(r"(\d+),(\d+)", pairs[1])
         return float(any(int(one) // per_machine != int(other) // per_machine for one, other in ends))
-    group = _group(made.rest, devices)
+    group = _group(instruction.rest, devices)
     together = min(Counter(device // per_machine for device in group).values())
     share = (len(group) - together) / (len(group) - 1)
-    return share if made.kind.endswith("all-to-all") else share / together
+    return share if instruction.kind.endswith("all-to-all") else share / together
 
 
 def _group(rest: str, devices: int) -> list[int]:
@@ -141,18 +141,18 @@ def _group(rest: str, devices: int) -> list[int]:
     meshed = (
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}"
     )
-    if found := re.search(meshed, rest):
+    if meshed_group := re.search(meshed, rest):
         strides, stride, group = dict[str, tuple[int, int]](), 1, [0]
-        for name, size in reversed(re.findall(r"'([^']+)'=(\d+)", found[1])):
+        for name, size in reversed(re.findall(r"'([^']+)'=(\d+)", meshed_group[1])):
             strides[name], stride = (stride, int(size)), stride * int(size)
         # 'x' is a mesh axis. 'x':(2)4 is its sub-axis of size 4, after sub-axes with a total size of 2.
-        for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[4]):
+        for name, before, width in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", meshed_group[4]):
             step, size = strides[name]
-            count = int(part or size)
+            count = int(width or size)
             step *= size // (int(before or 1) * count)
-            group = [place + step * index for place in group for index in range(count)]
-        order = _transposed(found[2] or str(stride), found[3])
-        return [order[place] for place in group]
+            group = [device + step * index for device in group for index in range(count)]
+        order = _transposed(meshed_group[2] or str(stride), meshed_group[3])
+        return [order[device] for device in group]
     return list(range(devices))
 
 
@@ -169,9 +169,9 @@ def _parsed(text: str) -> tuple[Computations, str]:
         if head := _HEAD.match(line):
             current = computations.setdefault(head[2], {})
             entry = head[2] if head[1] else entry
-        elif found := _INSTRUCTION.match(line):
-            root, name, *parts = found.groups()
-            current[name] = Instruction(bool(root), *parts)
+        elif matched := _INSTRUCTION.match(line):
+            root, name, *fields = matched.groups()
+            current[name] = Instruction(bool(root), *fields)
     return computations, entry
 
 
@@ -179,17 +179,17 @@ def _walk(
     computations: Computations, name: str, times: int, trips: Sequence[int]
 ) -> Iterator[tuple[Instruction, str, int]]:
     """Yields each instruction except loops, with the name of its computation and the number of times that it is executed."""
-    for made in computations.get(name, {}).values():
-        if made.opcode == "while":
-            body, known = _loop(computations, name, made)
+    for instruction in computations.get(name, {}).values():
+        if instruction.opcode == "while":
+            body, known = _loop(computations, name, instruction)
             count = known if known is not None else (trips[0] if trips else 1)
             yield from _walk(computations, body, times * count, trips if known is not None else trips[1:])
             continue
-        yield made, name, times
+        yield instruction, name, times
         # The update and done instructions of an asynchronous call name the called computation again, so they are skipped.
-        if made.opcode not in ("async-update", "async-done") and not made.kind:
-            branches = re.split(r",\s*", ", ".join(_BRANCHES.findall(made.rest)))
-            for called in (*_CALLED.findall(made.rest), *(branch.lstrip("%") for branch in branches)):
+        if instruction.opcode not in ("async-update", "async-done") and not instruction.kind:
+            branches = re.split(r",\s*", ", ".join(_BRANCHES.findall(instruction.rest)))
+            for called in (*_CALLED.findall(instruction.rest), *(branch.lstrip("%") for branch in branches)):
                 yield from _walk(computations, called, times, trips)
 
 
@@ -203,7 +203,7 @@ def _loop(computations: Computations, where: str, loop: Instruction) -> tuple[st
     body, inside, outside = named["body"], computations[named["condition"]], computations[where]
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
         return body, int(known[1])
-    root = next((made for made in inside.values() if made.root), None)
+    root = next((instruction for instruction in inside.values() if instruction.root), None)
     if root is None or root.opcode != "compare" or "direction=LT" not in root.rest:
         return body, None
     counter, bound = (inside.get(operand) for operand in root.operands[:2])
@@ -216,6 +216,10 @@ def _loop(computations: Computations, where: str, loop: Instruction) -> tuple[st
     return body, limit - (_constant(outside.get(carried.operands[int(index[1])])) or 0)
 
 
-def _constant(made: Instruction | None) -> int | None:
-    value = re.match(r"(-?\d+)\)", made.rest) if made is not None and made.opcode == "constant" else None
+def _constant(instruction: Instruction | None) -> int | None:
+    value = (
+        re.match(r"(-?\d+)\)", instruction.rest)
+        if instruction is not None and instruction.opcode == "constant"
+        else None
+    )
     return int(value[1]) if value else None

@@ -44,7 +44,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "recurrent_state_bytes": plan.decoder.state_bytes,
         "cache_fit": plan.cache_fit and _data(plan.cache_fit),
         "programs": [
-            {**_data(one), "memory": one.memory and _data(one.memory, "needed")} for one in plan.programs
+            {**_data(program), "memory": program.memory and _data(program.memory, "needed")} for program in plan.programs
         ],
         "phases": [_data(phase, "total") for phase in plan.phases],
         "held": {name: [_data(held) for held in held_in(plan, name)] for name in plan.failures},
@@ -61,9 +61,9 @@ def _data(value: Any, *derived: str) -> dict[str, Any]:
     return {**asdict(value), **{name: getattr(value, name) for name in derived}}
 
 
-def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any]]:
+def swept_as_data(plans: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any]]:
     """Returns the data that `--json` prints for a sweep, best mesh first. Each mesh has its plan, or the reason why it cannot be used."""
-    return [{"mesh": name, **({"reason": one} if isinstance(one, str) else as_data(one))} for name, one in found]  # fmt: skip
+    return [{"mesh": name, **({"reason": planned} if isinstance(planned, str) else as_data(planned))} for name, planned in plans]  # fmt: skip
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -75,11 +75,14 @@ def show(plan: Plan, console: Console) -> None:
         return
     memory = [
         (
-            one.name,
-            *("refused" if one.memory is None else size(getattr(one.memory, name)) for name in _COLUMNS),
-            f"{one.compile_s:.0f} s",
+            program.name,
+            *(
+                "refused" if program.memory is None else size(getattr(program.memory, name))
+                for name in _COLUMNS
+            ),
+            f"{program.compile_s:.0f} s",
         )
-        for one in plan.programs
+        for program in plan.programs
     ]
     _rows(console, "Programs, on each device", ("program", *_COLUMNS, "compiled in"), memory)
     limit, hbm = plan.limit or 0, plan.topology.chip.device_hbm_bytes
@@ -98,10 +101,10 @@ def show(plan: Plan, console: Console) -> None:
         )
     network, links = plan.topology.has_network, plan.topology.chip.links
     traffic = [
-        (one.name, kind.kind, f"{kind.count:,}", f"{(kind.received_bytes - kind.network_bytes) / 1e9:,.3f}",
+        (program.name, kind.kind, f"{kind.count:,}", f"{(kind.received_bytes - kind.network_bytes) / 1e9:,.3f}",
          *[f"{kind.network_bytes / 1e9:,.3f}"] * network)
-        for one in plan.programs
-        for kind in one.traffic
+        for program in plan.programs
+        for kind in program.traffic
     ]  # fmt: skip
     columns = ("program", "kind", "count", f"GB received per device over {links}", *["over the network"] * network)  # fmt: skip
     _rows(console, "Collectives per run", columns, traffic)
@@ -157,9 +160,9 @@ def show_verdict(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
 def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> None:
     """Prints one row for each mesh in a sweep, best mesh first."""
     rows = [
-        (name, "-", "-", found) if isinstance(found, str)
-        else (name, f"{found.step_s:,.0f}", size(max(phase.total for phase in found.phases)), "fits")
-        for name, found in plans
+        (name, "-", "-", planned) if isinstance(planned, str)
+        else (name, f"{planned.step_s:,.0f}", size(max(phase.total for phase in planned.phases)), "fits")
+        for name, planned in plans
     ]  # fmt: skip
     _rows(console, "Meshes, best first", ("mesh", "roofline s per step", "peak memory", ""), rows)
 
@@ -195,27 +198,27 @@ def _heading(plan: Plan) -> str:
 
 
 def _sizes(plan: Plan) -> list[tuple[str, str]]:
-    there, work, pages = plan.resident, plan.work, plan.pages
+    resident, work, pages = plan.resident, plan.work, plan.pages
     arrays = [
-        ("train state (parameters and moments)", there.state),
-        ("of these, moments, which optimizer.offload would keep in host memory", there.moments),
-        ("frozen weights", there.base),
-        ("the sampler's own copy of the frozen weights", there.sampler_base),
-        ("reference policy", there.reference),
-        ("teacher", there.teacher),
-        ("sampler's weights", there.weights),
-        ("rotary embedding of all positions", there.rotations),
-        (f"decode state of {plan.config.sampling.slots} slots per sampler", there.decode_state),
+        ("train state (parameters and moments)", resident.state),
+        ("of these, moments, which optimizer.offload would keep in host memory", resident.moments),
+        ("frozen weights", resident.base),
+        ("the sampler's own copy of the frozen weights", resident.sampler_base),
+        ("reference policy", resident.reference),
+        ("teacher", resident.teacher),
+        ("sampler's weights", resident.weights),
+        ("rotary embedding of all positions", resident.rotations),
+        (f"decode state of {plan.config.sampling.slots} slots per sampler", resident.decode_state),
         ("one cached token, on all devices of a sampler", cache_bytes_per_token(plan.config, plan.decoder)),
         (f"KV cache of {pages.tokens:,} tokens in pages of {pages.page_tokens:,}, on all devices of a sampler", plan.cache_bytes),
         (f"KV cache of one response of {pages.capacity:,} tokens with its prompt, on all of its devices", plan.response_bytes),
         ("recurrent state of one sequence, on all devices of a sampler", plan.decoder.state_bytes),
-        ("prompts prefilled in one call", there.prefix),
-        ("a longer sequence while it is prefilled in chunks", there.buffers),
-        ("the same sequence after its prefill", there.reread),
-        ("input arrays of one update", there.minibatch),
-        ("of these, arrays of shorter rows", there.shorter),
-        ("gradient kept between the programs of one update", there.gradient),
+        ("prompts prefilled in one call", resident.prefix),
+        ("a longer sequence while it is prefilled in chunks", resident.buffers),
+        ("the same sequence after its prefill", resident.reread),
+        ("input arrays of one update", resident.minibatch),
+        ("of these, arrays of shorter rows", resident.shorter),
+        ("gradient kept between the programs of one update", resident.gradient),
         ("trained weights and moments in a checkpoint on disk", plan.checkpoint_bytes),
     ]  # fmt: skip
     return [
@@ -224,24 +227,24 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
         ("tokens sampled per step, on all devices", f"{work.responses * work.response_mean:,.0f}"),
         ("tokens trained on per step, with prompts, on all devices", f"{work.trained * work.sequence:,.0f}"),
         ("updates per step x microbatches", f"{work.updates} x {work.microbatches}"),
-        *((f"operations per step, {one.phase}, TFLOP", f"{one.flops / 1e12:,.3f}") for one in plan.works if one.flops),
+        *((f"operations per step, {work.phase}, TFLOP", f"{work.flops / 1e12:,.3f}") for work in plan.works if work.flops),
     ]  # fmt: skip
 
 
-def _fullest(found: Sequence[Phase]) -> list[Phase]:
+def _fullest(phases: Sequence[Phase]) -> list[Phase]:
     """Returns, for each phase name, the phase that uses the most bytes on a device."""
     by_name: dict[str, Phase] = {}
-    for phase in found:
-        by_name[phase.name] = max(by_name.get(phase.name, phase), phase, key=lambda one: one.total)
+    for phase in phases:
+        by_name[phase.name] = max(by_name.get(phase.name, phase), phase, key=lambda phase: phase.total)
     return list(by_name.values())
 
 
 def _rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not rows:
         return
-    made = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index == 0 or column in ("parts", "kind") else "right")
+        table.add_column(column, justify="left" if index == 0 or column in ("parts", "kind") else "right")
     for row in rows:
-        made.add_row(*row)
-    console.print(made)
+        table.add_row(*row)
+    console.print(table)

@@ -54,43 +54,43 @@ class Tried:
     fits: bool
 
 
-def held_in(made: Plan, program: str) -> list[ResidentPart]:
+def held_in(plan: Plan, program: str) -> list[ResidentPart]:
     """Returns the arrays on a device while `program` runs: the resident arrays, largest first, then the program's own arrays.
 
     If the compiler rejected the program, the last entry is the total memory that the program needs.
     """
-    phase = next((phase for phase in made.phases if phase.program == program), None)
-    _, resident = together(program, made.resident, updates=made.work.updates)
+    phase = next((phase for phase in plan.phases if phase.program == program), None)
+    _, resident = together(program, plan.resident, updates=plan.work.updates)
     if phase is not None:
         added = {part: size for part, size in phase.parts.items() if part not in resident}
         total = phase.total
     else:
-        refusal = next((one.refusal for one in made.programs if one.name == program), "")
+        refusal = next((one.refusal for one in plan.programs if one.name == program), "")
         total = needed_bytes(refusal) or 0
         added = {f"all of {program}": total}
-    ranked, limit = sorted(resident.items(), key=lambda part: -part[1]), made.limit or 0
+    ranked, limit = sorted(resident.items(), key=lambda part: -part[1]), plan.limit or 0
     return [
-        ResidentPart(part=part, bytes=size, ways=tuple(_ways(made, part, size, total - limit)))
+        ResidentPart(part=part, bytes=size, ways=tuple(_ways(plan, part, size, total - limit)))
         for part, size in (*ranked, *added.items())
         if size > _LEAST * limit
     ]
 
 
-def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
+def _ways(plan: Plan, part: str, held: int, over: int) -> Iterator[Way]:
     """Yields changes that shrink `part`, which occupies `held` bytes, for a program that exceeds the limit by `over` bytes."""
-    config, sizes = made.config, made.sizes
+    config, sizes = plan.config, plan.sizes
     match part:
         case "train state" | "gradient" | "frozen weights":
-            if part == "train state" and made.resident.moments:
+            if part == "train state" and plan.resident.moments:
                 note = " (keeps the moments in host memory)"
-                yield _way({"optimizer.offload": True}, note, frees=made.resident.moments)
-            yield _more_devices(made, held)
+                yield _way({"optimizer.offload": True}, note, frees=plan.resident.moments)
+            yield _more_devices(plan, held)
         case "reference policy":
             yield Way("loss.kl_coef=0", held)
         case "decode state":
-            yield from _smaller_cache(made, held, over)
+            yield from _smaller_cache(plan, held, over)
         case "sampler weights" | "sampler's frozen weights":
-            yield from _smaller_weights(made, held)
+            yield from _smaller_weights(plan, held)
         case "paused responses":
             slots, group = config.sampling.slots * sizes.samplers, config.batch.group_size
             if slots >= group:
@@ -100,23 +100,23 @@ def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
             if (half := config.sampling.prefill_tokens // 2) >= config.data.max_prompt_tokens:
                 yield _way({"sampling.prefill_tokens": half}, frees=held // 2)
         case "minibatches":
-            if made.work.updates > 1:
+            if plan.work.updates > 1:
                 change = f"batch.prompts_per_step={config.batch.prompts_per_step // 2} (half as many updates per step)"
                 yield Way(change, held // 2)
         case "sequence prefilled in chunks" | "sequence that waits for its slot":
             limit = config.sampling.max_response_tokens
             yield Way(f"a lower sampling.max_response_tokens (now {limit})")
         case _ if part.startswith(("added by update", "all of update", "added by score", "all of score")):
-            yield from _fewer_activations(made)
+            yield from _fewer_activations(plan)
 
 
 def _way(tries: Changes, note: str = "", *, frees: int | None = None) -> Way:
     return Way(" ".join(_overrides(tries)) + note, frees=frees, tries=tries)
 
 
-def _more_devices(made: Plan, held: int) -> Way:
+def _more_devices(plan: Plan, held: int) -> Way:
     """Returns a change that shards arrays over twice as many devices, taken from the data axis if possible, and otherwise from a larger topology."""
-    train, rows = made.sizes.train, made.config.batch.rows_per_microbatch
+    train, rows = plan.sizes.train, plan.config.batch.rows_per_microbatch
     if train["data"] % 2 == 0:
         tries = {"parallel.fsdp": 2 * train["fsdp"], "parallel.data": train["data"] // 2}
         return _way(tries, frees=held // 2)
@@ -126,19 +126,19 @@ def _more_devices(made: Plan, held: int) -> Way:
     return Way(change, held // 2)
 
 
-def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
-    config, pages, tokens = made.config.sampling, made.pages, made.pages.tokens
-    spread = made.sizes.sampler_devices // made.sizes.sampler["tensor"]
+def _smaller_cache(plan: Plan, held: int, over: int) -> Iterator[Way]:
+    config, pages, tokens = plan.config.sampling, plan.pages, plan.pages.tokens
+    spread = plan.sizes.sampler_devices // plan.sizes.sampler["tensor"]
     fits, unit, cache = (
-        made.cache_fit,
+        plan.cache_fit,
         pages.page_tokens * pages.pools,
-        pages.bytes(made.token_bytes) // spread,
+        pages.bytes(plan.token_bytes) // spread,
     )
-    fewer = math.floor(pages.fitting(cache - over, made.token_bytes)) * unit if fits is None else fits.tokens
+    fewer = math.floor(pages.fitting(cache - over, plan.token_bytes)) * unit if fits is None else fits.tokens
     fewer = max(pages.holder_pages() * unit, fewer if fewer < tokens else tokens // 2)
     fewer -= fewer % unit
     if pages.table_pages > 1 and fewer < tokens:
-        frees = cache - replace(pages, pool_pages=fewer // unit).bytes(made.token_bytes) // spread
+        frees = cache - replace(pages, pool_pages=fewer // unit).bytes(plan.token_bytes) // spread
         yield _way({"sampling.cache_tokens": fewer}, f" (of {tokens})", frees=frees)
     elif config.slots > spread:
         half = config.slots // 2 // spread * spread
@@ -146,23 +146,23 @@ def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
         yield _way({"sampling.slots": half}, f" (of {config.slots})", frees=frees)
     if not config.cache_dtype:
         # In int8, each number occupies one byte, and each head of a token has a scale of 4 bytes.
-        head_dim = made.decoder.head_dim
-        share = 1 - (head_dim + 4) / (item(made.config.model.compute_dtype) * head_dim)
+        head_dim = plan.decoder.head_dim
+        share = 1 - (head_dim + 4) / (item(plan.config.model.compute_dtype) * head_dim)
         frees = int(cache * share)
-        yield Way(f"sampling.cache_dtype=int8{_correction(made.config)}", frees)
+        yield Way(f"sampling.cache_dtype=int8{_correction(plan.config)}", frees)
 
 
-def _smaller_weights(made: Plan, held: int) -> Iterator[Way]:
-    devices, tensor, heads = made.sizes.sampler_devices, made.sizes.sampler["tensor"], made.decoder.kv_heads
+def _smaller_weights(plan: Plan, held: int) -> Iterator[Way]:
+    devices, tensor, heads = plan.sizes.sampler_devices, plan.sizes.sampler["tensor"], plan.decoder.kv_heads
     wider = [more for more in range(tensor + 1, devices + 1) if devices % more == 0 and heads % more == 0]
     if wider:
         frees = held - held * tensor // wider[-1]
         yield _way({"parallel.sampler_tensor": wider[-1]}, f" (now {tensor})", frees=frees)
-    if not made.config.sampling.weight_dtype:
-        change = f"sampling.weight_dtype=int8{_correction(made.config)}"
-        yield Way(change, held - held // item(made.config.model.compute_dtype))
-    if not wider and made.sizes.samplers > 1 and heads % (2 * tensor) == 0:
-        hosts = 2 * made.config.parallel.sampler_hosts
+    if not plan.config.sampling.weight_dtype:
+        change = f"sampling.weight_dtype=int8{_correction(plan.config)}"
+        yield Way(change, held - held // item(plan.config.model.compute_dtype))
+    if not wider and plan.sizes.samplers > 1 and heads % (2 * tensor) == 0:
+        hosts = 2 * plan.config.parallel.sampler_hosts
         change = f"parallel.sampler_hosts={hosts} parallel.sampler_tensor={2 * tensor} (one sampler on {hosts} hosts)"
         yield Way(change, held // 2)
 
@@ -172,8 +172,8 @@ def _correction(config: TrainConfig) -> str:
     return " (with loss.importance_range=[0,2])" if config.correction.kind == "none" else ""
 
 
-def _fewer_activations(made: Plan) -> Iterator[Way]:
-    model, rows, train = made.config.model, made.config.batch.rows_per_microbatch, made.sizes.train
+def _fewer_activations(plan: Plan) -> Iterator[Way]:
+    model, rows, train = plan.config.model, plan.config.batch.rows_per_microbatch, plan.sizes.train
     tensor, fsdp, least = train["tensor"], train["fsdp"], train["data"] * train["fsdp"]
     if model.remat != "full":
         yield _way({"model.remat": "full"}, " (recomputes activations)")
@@ -187,27 +187,27 @@ def _fewer_activations(made: Plan) -> Iterator[Way]:
 
 
 def suggestions(
-    made: Plan, *, assumed: Assumptions, seconds: float, say: Say = lambda text: None
+    first: Plan, *, assumed: Assumptions, seconds: float, say: Say = lambda text: None
 ) -> list[Tried]:
     """Shrinks the largest array, recompiles the programs that did not fit, and repeats this until they fit or `seconds` have passed.
 
     Returns all compiled changes in order. The last attempt may end after `seconds`, because compilation is not interrupted.
     """
-    assert made.topology is not None, "without a topology nothing was compiled, so nothing fails"
-    began, tried, changes, current = time.monotonic(), list[Tried](), Changes(), made
+    assert first.topology is not None, "without a topology nothing was compiled, so nothing fails"
+    began, tried, changes, current = time.monotonic(), list[Tried](), Changes(), first
     used = list[Changes]()
-    planned = partial(plan, topology=made.topology, assumed=assumed, only=made.failures, say=say)
+    planned = partial(plan, topology=first.topology, assumed=assumed, only=first.failures, say=say)
     while not current.fits and time.monotonic() - began <= seconds:
-        parts = [part for program in current.failures for part in held_in(current, program)]
-        parts.sort(key=lambda part: -part.bytes)
-        ways = [way.tries for part in parts for way in part.ways if way.tries and way.tries not in used]
+        arrays = [array for program in current.failures for array in held_in(current, program)]
+        arrays.sort(key=lambda array: -array.bytes)
+        ways = [way.tries for array in arrays for way in array.ways if way.tries and way.tries not in used]
         if not ways:
             break
         used.append(ways[0])
-        found = _changed_plan(current.config, ways[0], planned, say)
-        if isinstance(found, Plan):
-            current, changes = found, changes | ways[0]
-            tried.append(Tried(overrides=tuple(_overrides(changes)), fits=found.fits))
+        changed = _changed_plan(current.config, ways[0], planned, say)
+        if isinstance(changed, Plan):
+            current, changes = changed, changes | ways[0]
+            tried.append(Tried(overrides=tuple(_overrides(changes)), fits=changed.fits))
     return tried
 
 
@@ -225,7 +225,7 @@ def sweep(
     """
     decoder_of(config.model)  # so that an unsupported model raises an error before a compiler is loaded
     planned = partial(plan, topology=topology, assumed=assumed, only=only, say=say)
-    found: list[tuple[str, Plan | str]] = []
+    plans: list[tuple[str, Plan | str]] = []
     devices, context, data = len(devices_of(topology)), config.parallel.context, max(config.parallel.data, 1)
     for tensor in (1, 2, 4, 8, 16):
         fsdp, rest = divmod(devices, tensor * context * data)
@@ -234,10 +234,14 @@ def sweep(
         rows = data * fsdp * max(1, config.batch.rows_per_microbatch // (data * fsdp))
         sizes = {"parallel.data": data, "parallel.fsdp": fsdp, "parallel.tensor": tensor}
         changes = {**sizes, "batch.rows_per_microbatch": rows}
-        made = _changed_plan(config, changes, planned, say)
-        failed = isinstance(made, Plan) and not made.fits and f"does not fit: {', '.join(made.failures)}"
-        found.append((f"fsdp {fsdp} x tensor {tensor}", failed or made))
-    return sorted(found, key=lambda one: math.inf if isinstance(one[1], str) else one[1].step_s)
+        candidate = _changed_plan(config, changes, planned, say)
+        failed = (
+            isinstance(candidate, Plan)
+            and not candidate.fits
+            and f"does not fit: {', '.join(candidate.failures)}"
+        )
+        plans.append((f"fsdp {fsdp} x tensor {tensor}", failed or candidate))
+    return sorted(plans, key=lambda named: math.inf if isinstance(named[1], str) else named[1].step_s)
 
 
 def _changed_plan(

@@ -44,8 +44,8 @@ class Topology:
         """The name that `parse` accepts, such as v5p:4x4x8, h100:64 for machines of 8 GPUs, or h100x4:16 for machines of 4."""
         if not self.chip.target:
             return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
-        each = "" if self.hosts == 1 or self.host_chips == MACHINE_GPUS else f"x{self.host_chips}"
-        return f"{self.chip.name}{each}:{self.chips}"
+        suffix = "" if self.hosts == 1 or self.host_chips == MACHINE_GPUS else f"x{self.host_chips}"
+        return f"{self.chip.name}{suffix}:{self.chips}"
 
     @property
     def chips(self) -> int:
@@ -104,10 +104,12 @@ def parse(name: str) -> Topology:
     if counted and (chip := CHIPS.get(counted[1])) and chip.target:
         return _machines(name, chip, int(counted[2] or MACHINE_GPUS), int(counted[3]))
     if (shaped := re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", name)) and shaped[1] in CHIPS:
-        made = Topology(chip=CHIPS[shaped[1]], shape=tuple(map(int, shaped[2].split("x"))))
-        whole = len(made.shape) == made.chip.axes and all(made.shape) and not made.chip.target
-        if whole and not any(size % block for size, block in zip(made.shape, made.host, strict=False)):
-            return made
+        topology = Topology(chip=CHIPS[shaped[1]], shape=tuple(map(int, shaped[2].split("x"))))
+        whole = len(topology.shape) == topology.chip.axes and all(topology.shape) and not topology.chip.target
+        if whole and not any(
+            size % block for size, block in zip(topology.shape, topology.host, strict=False)
+        ):
+            return topology
     of_chip = [text for text in known if re.split("[-:]", text)[0] == re.split("[-:]", name)[0]]
     near = ", ".join(of_chip or nearest(name, known, count=3, least=0.0))
     raise ConfigError(
@@ -115,41 +117,43 @@ def parse(name: str) -> Topology:
     )
 
 
-def _machines(name: str, chip: Chip, each: int, count: int) -> Topology:
-    """Returns a topology of `count` GPUs, on one machine or on machines with `each` GPUs."""
-    if not count or not 1 <= each <= MACHINE_GPUS:
+def _machines(name: str, chip: Chip, per_machine: int, count: int) -> Topology:
+    """Returns a topology of `count` GPUs, on one machine or on machines with `per_machine` GPUs."""
+    if not count or not 1 <= per_machine <= MACHINE_GPUS:
         raise ConfigError(
-            f"--topology {name!r}: found {count} GPUs on machines of {each}, needs at least 1 GPU and machines of 1 to {MACHINE_GPUS}; "
+            f"--topology {name!r}: found {count} GPUs on machines of {per_machine}, needs at least 1 GPU and machines of 1 to {MACHINE_GPUS}; "
             f"for example, {chip.name}:{MACHINE_GPUS} or {chip.name}x4:16"
         )
-    if count <= each:
+    if count <= per_machine:
         return Topology(chip=chip, shape=(1, count))
-    if count % each:
-        lower, higher = (Topology(chip=chip, shape=(count // each + more, each)).name for more in (0, 1))
+    if count % per_machine:
+        lower, higher = (
+            Topology(chip=chip, shape=(count // per_machine + more, per_machine)).name for more in (0, 1)
+        )
         fits = max(size for size in range(1, MACHINE_GPUS) if count % size == 0)
         raise ConfigError(
-            f"--topology {name!r}: {count} GPUs do not fill machines of {each}; write {lower}, {higher}, "
+            f"--topology {name!r}: {count} GPUs do not fill machines of {per_machine}; write {lower}, {higher}, "
             f"or {chip.name}x{fits}:{count} for machines of {fits}"
         )
-    return Topology(chip=chip, shape=(count // each, each))
+    return Topology(chip=chip, shape=(count // per_machine, per_machine))
 
 
-def devices_of(made: Topology) -> list[jax.Device]:
+def devices_of(topology: Topology) -> list[jax.Device]:
     """Returns the devices of a topology as libtpu or the CUDA plugin describes them. Programs can be compiled for them, but they cannot store arrays.
 
     Raises:
         ConfigError: the compiler is not installed, or does not know the slice.
     """
     compilers, extra, size = ["libtpu"], "tpu", "684 MB"
-    described: dict[str, Any] = {"platform": "tpu", "chips_per_host_bounds": made.host, "num_slices": 1}
-    if made.chip.target:
+    described: dict[str, Any] = {"platform": "tpu", "chips_per_host_bounds": topology.host, "num_slices": 1}
+    if topology.chip.target:
         compilers, extra, size = ["jax_cuda12_plugin", "jax_cuda13_plugin"], "cuda-plan", "2.8 GB"
-        shape = f"1x{made.hosts}x{made.host_chips}"
-        described = {"platform": "cuda", "target_config": made.chip.target, "topology": shape}
+        shape = f"1x{topology.hosts}x{topology.host_chips}"
+        described = {"platform": "cuda", "target_config": topology.chip.target, "topology": shape}
     if all(importlib.util.find_spec(compiler) is None for compiler in compilers):
         raise ConfigError(
-            f"--topology {made.name} compiles with {compilers[0]}, which is not installed: {how_to_install(extra)} "
-            f"({size}; it needs no {made.chip.name}), or leave out --topology to compute sizes alone"
+            f"--topology {topology.name} compiles with {compilers[0]}, which is not installed: {how_to_install(extra)} "
+            f"({size}; it needs no {topology.chip.name}), or leave out --topology to compute sizes alone"
         )
     describe_only()
     # Imported here, because it loads parts of jax that no other code needs.
@@ -157,18 +161,18 @@ def devices_of(made: Topology) -> list[jax.Device]:
 
     try:
         # Output of libtpu stays visible, because libtpu prints the name of an unknown flag before it exits.
-        with silent_libraries() if made.chip.target else nullcontext():
-            found = topologies.get_topology_desc(topology_name=made.name, **described)
+        with silent_libraries() if topology.chip.target else nullcontext():
+            description = topologies.get_topology_desc(topology_name=topology.name, **described)
     except jax.errors.JaxRuntimeError as error:
-        raise ConfigError(f"--topology {made.name}: {error}") from error
-    return list(found.devices)
+        raise ConfigError(f"--topology {topology.name}: {error}") from error
+    return list(description.devices)
 
 
 def here() -> Topology | None:
     """Returns the topology of this machine's GPUs, or None if it has other devices or an unknown GPU."""
     kind = jax.devices()[0].device_kind
-    found = (chip for chip in CHIPS.values() if chip.kind and kind.startswith(chip.kind))
-    return next((Topology(chip=chip, shape=(1, jax.local_device_count())) for chip in found), None)
+    known = (chip for chip in CHIPS.values() if chip.kind and kind.startswith(chip.kind))
+    return next((Topology(chip=chip, shape=(1, jax.local_device_count())) for chip in known), None)
 
 
 def present_bytes() -> int | None:
@@ -194,7 +198,7 @@ def _known() -> dict[str, Topology]:
                 known[f"{chip.name}:{count}"] = _machines("", chip, MACHINE_GPUS, count)
             continue
         for shape in _SHAPES[chip.axes].split():
-            made = Topology(chip=chip, shape=tuple(map(int, shape.split("x"))))
-            size = made.chips * (2 if chip.counts_cores else 1)
-            known |= dict.fromkeys((*(f"{alias}-{size}" for alias in chip.aliases), made.name), made)
+            topology = Topology(chip=chip, shape=tuple(map(int, shape.split("x"))))
+            size = topology.chips * (2 if chip.counts_cores else 1)
+            known |= dict.fromkeys((*(f"{alias}-{size}" for alias in chip.aliases), topology.name), topology)
     return known

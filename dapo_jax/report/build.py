@@ -52,10 +52,10 @@ class Report:
         Raises:
             OSError: the page cannot be written.
         """
-        place = path_of(path)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, self.html.encode("utf-8"))
-        return place
+        file = path_of(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, self.html.encode("utf-8"))
+        return file
 
     def save_figures(self, folder: str | PathLike[str]) -> list[AnyPath]:
         """Writes FOLDER/overview.png and a PNG of every panel, and returns their paths.
@@ -64,12 +64,11 @@ class Report:
             ConfigError: matplotlib is not installed.
             OSError: a file cannot be written.
         """
-        place = path_of(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        written = []
+        target, written = path_of(folder), list[AnyPath]()
+        target.mkdir(parents=True, exist_ok=True)
         for name, content in _figures(self.panels, self.names, self.tables):
-            write_whole(place / f"{name}.png", content)
-            written.append(place / f"{name}.png")
+            written.append(target / f"{name}.png")
+            write_whole(written[-1], content)
         return written
 
     def _repr_html_(self) -> str:
@@ -93,14 +92,14 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
     check_count(len(runs))
     if rollout_steps is not None and rollout_steps < 0:
         raise ConfigError(f"rollout_steps: found {rollout_steps}, needs 0 or more; omit it for all steps")
-    found = []
+    laid = []
     for run in read_runs(runs):
         evaluations = lay_out_evaluations(run.evaluations, steps=rollout_steps, by_score=run.by_score)
-        found.append((run, lay_out(run, steps=rollout_steps), evaluations))
-    data, tables, panels = page_data(found)
-    packed = packed_of([(rollouts, evaluations) for _, rollouts, evaluations in found])
-    names = [run.name for run, _, _ in found]
-    page, trace = page_of(title_of(names), data, packed), trace_of([run for run, _, _ in found])
+        laid.append((run, lay_out(run, steps=rollout_steps), evaluations))
+    data, tables, panels = page_data(laid)
+    packed = packed_of([(rollouts, evaluations) for _, rollouts, evaluations in laid])
+    names = [run.name for run, _, _ in laid]
+    page, trace = page_of(title_of(names), data, packed), trace_of([run for run, _, _ in laid])
     return Report(html=page, names=names, tables=tables, panels=panels, trace=trace)
 
 
@@ -117,7 +116,7 @@ def page_data(laid: Sequence[tuple[RunFiles, Laid, Laid]]) -> tuple[dict[str, An
     described = [
         {
             "name": run.name,
-            "place": str(run.place),
+            "place": str(run.folder),
             "status": asdict(run.status),
             "about": about(run),
             "steps": None if run.config is None else run.config.steps,
@@ -153,16 +152,17 @@ def _figures(
 ) -> Iterator[tuple[str, bytes]]:
     """Yields (name, PNG) pairs: the sheet `overview` with all panels except `OTHER`, then each panel. Needs matplotlib."""
     try:
-        made = importlib.import_module("matplotlib.figure").Figure
+        figure_class = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise ConfigError(f"PNGs need matplotlib ({error}): {how_to_install('report')}") from error
     sheets = [("overview", [panel for panel in panels if panel.section != OTHER], 3, 1.0)]
-    sheets += [(re.sub(r"[^a-z0-9@]+", "_", one.title.lower()).strip("_"), [one], 1, 1.4) for one in panels]
+    for panel in panels:
+        sheets.append((re.sub(r"[^a-z0-9@]+", "_", panel.title.lower()).strip("_"), [panel], 1, 1.4))
     for name, shown, columns, size in sheets:
         lines, file = math.ceil(len(shown) / columns), io.BytesIO()
-        figure = made(figsize=(columns * size * _WIDTH, lines * size * _HEIGHT), layout="constrained")
-        for place, panel in enumerate(shown, 1):
-            _draw(figure.add_subplot(lines, columns, place), panel, names, tables)
+        figure = figure_class(figsize=(columns * size * _WIDTH, lines * size * _HEIGHT), layout="constrained")
+        for index, panel in enumerate(shown, 1):
+            _draw(figure.add_subplot(lines, columns, index), panel, names, tables)
         figure.savefig(file, format="png", dpi=130)
         yield name, file.getvalue()
 
@@ -177,9 +177,9 @@ def _draw(axis: Any, panel: Panel, names: Sequence[str], tables: Sequence[Table]
         if panel.stacked:
             _stack(axis, table, [(series.key, series.label) for series in shown])
             continue
-        for place, series in enumerate(shown):
-            colour = COLOURS[number if several else place % len(COLOURS)]
-            dash = _DASHES[place % len(_DASHES)] if several else "-"
+        for index, series in enumerate(shown):
+            colour = COLOURS[number if several else index % len(COLOURS)]
+            dash = _DASHES[index % len(_DASHES)] if several else "-"
             label = f"{name}: {series.label}" if several else series.label
             _line(axis, table, series.key, label, colour, dash, band=series.band)
     axis.set_title(panel.title, fontsize=9, loc="left", fontweight="bold")
@@ -212,15 +212,14 @@ def _line(axis: Any, table: Table, key: str, label: str, colour: str, dash: Any,
 
 
 def _stack(axis: Any, table: Table, layers: Sequence[tuple[str, str]]) -> None:
-    there = [(table.columns[key], label) for key, label in layers if key in table.columns]
+    known = {label: table.columns[key] for key, label in layers if key in table.columns}
     rows = [
         (step, *(value or 0.0 for value in values))
-        for step, *values in zip(table.axes["step"], *(values for values, _ in there), strict=True)
+        for step, *values in zip(table.axes["step"], *known.values(), strict=True)
         if any(value is not None for value in values)
     ]
     steps, *values = zip(*rows, strict=True)
-    labels = [label for _, label in there]
-    axis.stackplot(steps, *values, labels=labels, colors=_SHARE_COLOURS, alpha=0.75, step="mid")
+    axis.stackplot(steps, *values, labels=list(known), colors=_SHARE_COLOURS, alpha=0.75, step="mid")
 
 
 def _points(steps: Column, values: Column) -> list[tuple[float | int, float | int]]:

@@ -66,8 +66,8 @@ def spaced(files: Sequence[AnyPath], count: int | None) -> Iterator[AnyPath]:
     if count is None or count >= len(files):
         return iter(files)
     # Starts from the end, so that the last file is returned if `count` is 1.
-    places = np.linspace(len(files) - 1, 0, count).round().astype(int)[::-1]
-    return (files[place] for place in places)
+    indices = np.linspace(len(files) - 1, 0, count).round().astype(int)[::-1]
+    return (files[index] for index in indices)
 
 
 def heads(prompts: Sequence[str]) -> list[str]:

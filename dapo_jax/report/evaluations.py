@@ -23,7 +23,7 @@ class _Dataset:
     """The evaluations of one dataset, in the order of their steps."""
 
     prompts: list[str] = field(default_factory=list)
-    places: dict[tuple[str, int], int] = field(default_factory=dict)
+    indices: dict[tuple[str, int], int] = field(default_factory=dict)
     """(question key, number of earlier occurrences in the same evaluation) -> the problem's index, in the order of the indices."""
     texts: list[tuple[int, int]] = field(default_factory=list)
     """(chunk, count) pairs: each chunk contains the texts of the next `count` problems."""
@@ -61,20 +61,23 @@ class Evaluations:
             return
         dataset = self._datasets.setdefault(problems[0]["dataset"], _Dataset())
         seen = Counter[str]()
-        placed, new = dict[int, Mapping[str, Any]](), []
+        indexed, new = dict[int, Mapping[str, Any]](), []
         for problem in problems:
             key = key_of(problem["prompt"], problem["answer"])
             identity = key, seen[key]
             seen[key] += 1
-            if identity not in dataset.places:
-                dataset.places[identity] = len(dataset.places)
+            if identity not in dataset.indices:
+                dataset.indices[identity] = len(dataset.indices)
                 dataset.prompts.append(problem["prompt"])
                 new.append([problem["prompt"], problem["answer"], problem.get("place")])
-            placed[dataset.places[identity]] = problem
+            indexed[dataset.indices[identity]] = problem
         if new:
             dataset.texts.append((self._chunk(new), len(new)))
-        chunk = self._chunk({place: self._record(problem) for place, problem in placed.items()})
-        numbers = {at: (one["correct"], one["samples"], one.get("reward")) for at, one in placed.items()}
+        chunk = self._chunk({index: self._record(problem) for index, problem in indexed.items()})
+        numbers = {
+            index: (problem["correct"], problem["samples"], problem.get("reward"))
+            for index, problem in indexed.items()
+        }
         dataset.evaluations.append((problems[0]["step"], chunk, numbers))
 
     def laid(self, *, logged: int) -> Laid:
@@ -83,7 +86,7 @@ class Evaluations:
             {
                 "name": name,
                 "heads": heads(dataset.prompts),
-                "keys": [key for key, _ in dataset.places],
+                "keys": [key for key, _ in dataset.indices],
                 "texts": [*dataset.texts],
                 "evaluations": [[step, chunk] for step, chunk, _ in dataset.evaluations],
             }
@@ -100,9 +103,9 @@ class Evaluations:
         """
         arrays = []
         for dataset in self._datasets.values():
-            numbers = np.full((3, len(dataset.evaluations), len(dataset.places)), np.nan)
-            for line, (_, _, found) in enumerate(dataset.evaluations):
-                numbers[:, line, list(found)] = np.array(list(found.values()), np.float64).T
+            numbers = np.full((3, len(dataset.evaluations), len(dataset.indices)), np.nan)
+            for line, (_, _, results) in enumerate(dataset.evaluations):
+                numbers[:, line, list(results)] = np.array(list(results.values()), np.float64).T
             counts = np.where(np.isnan(numbers[:2]), ABSENT, numbers[:2]).astype("<u2")
             arrays.append(counts.tobytes())
             if self._by_score:
@@ -111,18 +114,18 @@ class Evaluations:
 
     def _record(self, problem: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "extracted": [[each["answer"], each["count"], each["correct"]] for each in problem["extracted"]],
+            "extracted": [[row["answer"], row["count"], row["correct"]] for row in problem["extracted"]],
             "responses": [
                 {
-                    "text": each["response"],
-                    "correct": bool(each.get("correct")),
-                    "extracted": each.get("extracted"),
-                    "reason": each.get("reason") or "",
-                    "tokens": each.get("response_tokens"),
-                    "finish": each.get("finish_reason"),
-                    **({"score": each.get("score")} if self._by_score else {}),
+                    "text": row["response"],
+                    "correct": bool(row.get("correct")),
+                    "extracted": row.get("extracted"),
+                    "reason": row.get("reason") or "",
+                    "tokens": row.get("response_tokens"),
+                    "finish": row.get("finish_reason"),
+                    **({"score": row.get("score")} if self._by_score else {}),
                 }
-                for each in problem["responses"]
+                for row in problem["responses"]
             ],
         }
 

@@ -39,14 +39,14 @@ def page_of(title: str, data: dict[str, Any], packed: dict[str, bytes], *, watch
     for name, content in packed.items():
         text = base64.b64encode(content).decode("ascii")
         inactive.append(f'<script type="application/gzip" id="{name}">{text}</script>\n')
-    parts = {
+    contents = {
         "policy": f"default-src 'none'; {connect}script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'",
         "title": html.escape(title),
         "style": style,
         "script": script,
         "data": "".join(inactive),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: contents[name[1]], _asset("page.html"))
 
 
 def inert(value: Any) -> str:
@@ -61,12 +61,12 @@ def inert(value: Any) -> str:
 
 def packed_of(runs: Sequence[tuple[Laid, Laid]]) -> dict[str, bytes]:
     """Returns the compressed rollouts and evaluations of all runs. The keys are the element ids that the page's scripts use."""
-    parts: dict[str, bytes] = {}
+    packed: dict[str, bytes] = {}
     for number, (rollouts, evaluations) in enumerate(runs):
-        parts |= {f"index-{number}": rollouts.index, f"eval-index-{number}": evaluations.index}
-        parts |= {f"chunk-{number}-{place}": chunk for place, chunk in enumerate(rollouts.chunks)}
-        parts |= {f"eval-{number}-{place}": chunk for place, chunk in enumerate(evaluations.chunks)}
-    return parts
+        packed |= {f"index-{number}": rollouts.index, f"eval-index-{number}": evaluations.index}
+        packed |= {f"chunk-{number}-{index}": chunk for index, chunk in enumerate(rollouts.chunks)}
+        packed |= {f"eval-{number}-{index}": chunk for index, chunk in enumerate(evaluations.chunks)}
+    return packed
 
 
 def _hash(text: str) -> str:

@@ -10,7 +10,9 @@ from dapo_jax.report.tables import EQUAL, REST, Table
 OTHER = "Other metrics"
 """The section for metrics that no panel in `PANELS` shows."""
 
-_PARTS = re.compile(r"eval/.+(_stderr|/problems)|time/(step|eval|grade|wait|logprobs|checkpoint|between)_s")
+_INCLUDED = re.compile(
+    r"eval/.+(_stderr|/problems)|time/(step|eval|grade|wait|logprobs|checkpoint|between)_s"
+)
 """Metrics without a panel in `OTHER`, because another panel includes them or because they never change."""
 
 
@@ -178,21 +180,21 @@ def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
     """Returns the panels for which the runs have metrics, with metric names in place of patterns. Also returns the titles of omitted all-zero panels."""
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
     active = {name for name in names if any(any(table.columns.get(name, ())) for table in tables)}
-    found, zero = [], []
+    chosen, zero = [], []
     for panel in panels_for([table.by_score for table in tables]):
         series = tuple(_matching(panel.series, names))
-        there = tuple(each for each in series if each.key in active or not panel.quiet)
-        if there:
-            panel = _held_out(panel, there, tables) if panel is _HELD_OUT else replace(panel, series=there)
-            found.append(panel)
+        lines = tuple(line for line in series if line.key in active or not panel.quiet)
+        if lines:
+            panel = _held_out(panel, lines, tables) if panel is _HELD_OUT else replace(panel, series=lines)
+            chosen.append(panel)
         elif series:
             zero.append(panel.title)
     known = {series.key for series in _matching(_KNOWN, names)}
-    left = [name for name in names if name not in known and not _PARTS.fullmatch(name)]
-    found += [_panel(OTHER, name, "", {name: "value"}) for name in sorted(left) if name in active]
+    left = [name for name in names if name not in known and not _INCLUDED.fullmatch(name)]
+    chosen += [_panel(OTHER, name, "", {name: "value"}) for name in sorted(left) if name in active]
     if count := sum(name not in active for name in left):
         zero.append(f"{count} other metric{'s' * (count > 1)}")
-    return found, zero
+    return chosen, zero
 
 
 def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Series]:
@@ -205,17 +207,17 @@ def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Seri
 
 def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table]) -> Panel:
     """Omits the dataset name from labels if there is only one dataset. Shows each metric over k samples only for the largest k that all evaluations have."""
-    if len({_dataset(each) for each in series}) == 1:
+    if len(set(map(_dataset, series))) == 1:
         only = f" {_dataset(series[0])}"
-        series = tuple(replace(each, label=each.label.removesuffix(only)) for each in series)
+        series = tuple(replace(line, label=line.label.removesuffix(only)) for line in series)
     shown, fell_back = set[str](), set[str]()
     logged = list[set[str]]()
     for table in tables:
-        known = {each.key: table.columns[each.key] for each in series if each.key in table.columns}
-        lines = zip(*known.values(), strict=True)
-        logged += [{key for key, one in zip(known, line, strict=True) if one is not None} for line in lines]
-    for kind in dict.fromkeys(each.key.partition("@")[0] for each in series):
-        counted = {each.key for each in series if each.key.partition("@")[0] == kind}
+        known = {line.key: table.columns[line.key] for line in series if line.key in table.columns}
+        rows = zip(*known.values(), strict=True)
+        logged += [{key for key, value in zip(known, row, strict=True) if value is not None} for row in rows]
+    for kind in dict.fromkeys(line.key.partition("@")[0] for line in series):
+        counted = {line.key for line in series if line.key.partition("@")[0] == kind}
         common = set.intersection(*(keys & counted for keys in logged if keys & counted))
         if kind.endswith("/cons") or not common:
             continue
@@ -223,16 +225,13 @@ def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table])
         shown.add(most)
         if most != max(counted, key=_count):
             fell_back.add(most.rpartition("/")[2])
-    hidden = tuple(each.key for each in series if each.key not in shown)
+    hidden = tuple(line.key for line in series if line.key not in shown)
     panel = replace(panel, series=series, hidden=hidden)
     if not fell_back:
         return panel
     at = ", ".join(sorted(fell_back))
-    return replace(
-        panel,
-        title=f"{panel.title}, {at}",
-        note=f"{panel.note}; evaluations differ in k: {at} is the largest that all have, and avg@k has the same expectation for every k",
-    )
+    note = f"{panel.note}; evaluations differ in k: {at} is the largest that all have, and avg@k has the same expectation for every k"
+    return replace(panel, title=f"{panel.title}, {at}", note=note)
 
 
 def _dataset(series: Series) -> str:

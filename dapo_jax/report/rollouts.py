@@ -163,25 +163,25 @@ class Rollouts:
             clipped=sum(map(states.count, "^vd")),
         )
         text = row["response"]
-        found: dict[str, Any] = {"nats": _scaled(row["logprobs"], -1000)}
+        by_token: dict[str, Any] = {"nats": _scaled(row["logprobs"], -1000)}
         if self._pieces is not None and (pieces := self._pieces.of(row["response_token_ids"], text)):
-            whole, parts = pieces
-            found["lengths"] = [_units(part) for part in parts]
+            whole, texts = pieces
+            by_token["lengths"] = [_units(piece) for piece in texts]
             if whole != text:  # graders received the text without its stop string
-                found["graded"], text = _units(text), whole
+                by_token["graded"], text = _units(text), whole
         if states:
-            found["clips"] = states
+            by_token["clips"] = states
         if ratios is not None:
-            found["ratios"] = _scaled(ratios, 10_000)
+            by_token["ratios"] = _scaled(ratios, 10_000)
         if turns:
             rewards = row["turn_rewards"] or [None] * len(turns)
-            found["turns"] = [[*turn, reward] for turn, reward in zip(turns, rewards, strict=True)]
-            found["size"] = len(row["response_token_ids"])
+            by_token["turns"] = [[*turn, reward] for turn, reward in zip(turns, rewards, strict=True)]
+            by_token["size"] = len(row["response_token_ids"])
             if row.get("contexts"):
-                found["contexts"] = row["contexts"]
+                by_token["contexts"] = row["contexts"]
             # The environment's tokens have no log-probabilities.
-            sampled = {place for turn in turns for place in range(*turn)}
-            found["nats"] = [nats if at in sampled else None for at, nats in enumerate(found["nats"])]
+            sampled = {at for turn in turns for at in range(*turn)}
+            by_token["nats"] = [nats if at in sampled else None for at, nats in enumerate(by_token["nats"])]
         return {
             "text": text,
             "extracted": row["extracted"],
@@ -190,7 +190,7 @@ class Rollouts:
             "finish": row["finish_reason"],
             "ages": [[first, row["step"] - 1 - version] for first, version in row["spans"]],
             **({"score": row["score"]} if self._by_score else {}),
-            **found,
+            **by_token,
         }
 
 
@@ -238,7 +238,7 @@ def tokenizer_of(run: RunFiles) -> Tokenizer | None:
     Nothing is downloaded: Hub models are only looked up in the local cache.
     """
     with suppress(ValueError):  # an unfinished run has no model folder
-        return load_tokenizer(run.place / "model")
+        return load_tokenizer(run.folder / "model")
     if run.config is None:
         return None
     model = run.config.model
@@ -282,19 +282,19 @@ class Pieces:
             whole = self._decode(tuple(ids))
             if not whole.startswith(text):
                 return None
-            parts = self._parts(ids)
+            pieces = self._pieces(ids)
         except ValueError:
             return None
-        return (whole, parts) if "".join(parts) == whole else None
+        return (whole, pieces) if "".join(pieces) == whole else None
 
-    def _parts(self, ids: Sequence[int]) -> list[str]:
+    def _pieces(self, ids: Sequence[int]) -> list[str]:
         """Decodes each token together with the previous token, because some tokenizers drop the first space of a text."""
-        parts, start, given = [], 0, 0
+        pieces, start, done = [], 0, 0
         for end in range(1, len(ids) + 1):
-            now, before = self._decoded(tuple(ids[start:end])), self._decoded(tuple(ids[start:given]))
-            if now.endswith(_UNFINISHED) and end < len(ids) and end - given < _LONGEST:
-                parts.append("")
+            now, before = self._decoded(tuple(ids[start:end])), self._decoded(tuple(ids[start:done]))
+            if now.endswith(_UNFINISHED) and end < len(ids) and end - done < _LONGEST:
+                pieces.append("")
             else:
-                parts.append(now[len(before) :])
-                start, given = given, end
-        return parts
+                pieces.append(now[len(before) :])
+                start, done = done, end
+        return pieces

@@ -20,7 +20,7 @@ from dapo_jax.trackers.run_status import FILE, RunStatus, read_status
 
 _LOGGED = re.compile(r"step_(\d+)\.jsonl")
 _EVALUATED = re.compile(r"step_(\d+)/[^/]+\.jsonl")
-_NO_RUN = "{place} is not a run: {what}; give the run_dir of a training run"
+_NO_RUN = "{folder} is not a run: {what}; give the run_dir of a training run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class RunFiles:
 
     name: str
     """The shortest suffix of the run's path that is unique in the report."""
-    place: AnyPath
+    folder: AnyPath
     config: TrainConfig | None
     """The run's configuration, or None if config.yaml is missing, for example because only the metrics were copied."""
     rows: Sequence[dict[str, Any]]
@@ -47,107 +47,107 @@ class RunFiles:
         return self.config is not None and self.config.dynamic_sampling.metric == "score"
 
 
-def read_runs(places: Sequence[str | PathLike[str]]) -> list[RunFiles]:
+def read_runs(folders: Sequence[str | PathLike[str]]) -> list[RunFiles]:
     """Loads run folders, local or in a bucket.
 
     Raises:
         ConfigError: a run does not exist, has no metrics yet, is not a training run, or has a damaged line or configuration.
             The message names the folder or file.
     """
-    return [read_run(place, name) for name, place in named(places).items()]
+    return [read_run(folder, name) for name, folder in named(folders).items()]
 
 
-def named(places: Sequence[str | PathLike[str]]) -> dict[str, AnyPath]:
+def named(folders: Sequence[str | PathLike[str]]) -> dict[str, AnyPath]:
     """Maps run names to run folders. A run's name is the shortest suffix of its path that is unique. A missing folder raises ConfigError."""
-    if not places:
+    if not folders:
         raise ConfigError("a report needs at least one run; name a run folder")
-    found = [_place(given) for given in places]
-    for place in found:
-        if not place.is_dir():
-            raise ConfigError(_NO_RUN.format(place=place, what="there is no such folder"))
-        if found.count(place) > 1:
-            raise ConfigError(f"{place} is named twice; a report shows each run once")
-    parts, names, count = [str(place).split("/") for place in found], dict[str, AnyPath](), 0
-    while len(names) < len(found):
+    runs = [_folder_of(folder) for folder in folders]
+    for folder in runs:
+        if not folder.is_dir():
+            raise ConfigError(_NO_RUN.format(folder=folder, what="there is no such folder"))
+        if runs.count(folder) > 1:
+            raise ConfigError(f"{folder} is named twice; a report shows each run once")
+    names, count = dict[str, AnyPath](), 0
+    while len(names) < len(runs):
         count += 1
-        names = {"/".join(part[-count:]): place for part, place in zip(parts, found, strict=True)}
+        names = {"/".join(str(folder).split("/")[-count:]): folder for folder in runs}
     return names
 
 
-def read_run(place: AnyPath, name: str, *, early: bool = False) -> RunFiles:
+def read_run(folder: AnyPath, name: str, *, early: bool = False) -> RunFiles:
     """Loads one run. If `early` is set, the run may have no metrics yet. Raises the same errors as `read_runs`."""
-    file = place / "config.yaml"
+    file = folder / "config.yaml"
     try:
         config = load_config(file) if file.is_file() else None
     except ConfigError as error:
         raise ConfigError(f"{error}; reports are only for runs of dapo-jax train") from error
     try:
-        rows = read_metrics(place / "metrics.jsonl")
+        rows = read_metrics(folder / "metrics.jsonl")
     except FileNotFoundError:
         rows = []
     except (OSError, ValueError) as error:
         raise ConfigError(f"{error}; repair that file, or remove the line") from error
     if not rows and config is None:
-        raise ConfigError(_NO_RUN.format(place=place, what="it has neither config.yaml nor metrics.jsonl"))
+        raise ConfigError(_NO_RUN.format(folder=folder, what="it has neither config.yaml nor metrics.jsonl"))
     if not rows and not early:
         raise ConfigError(
-            f"{place} has no metrics yet: metrics.jsonl gets its first line after the first evaluation or step; try again later"
+            f"{folder} has no metrics yet: metrics.jsonl gets its first line after the first evaluation or step; try again later"
         )
     return RunFiles(
         name=name,
-        place=place,
+        folder=folder,
         config=config,
         # A run that was copied from a bucket and resumed locally may have a step in both metrics/ and metrics.jsonl.
         rows=list({row["step"]: row for row in rows}.values()),
-        logged=_of_steps(place / "rollouts", _LOGGED),
-        evaluations=_of_steps(place / "evaluations", _EVALUATED),
-        status=_status_of(place, config, rows),
+        logged=_of_steps(folder / "rollouts", _LOGGED),
+        evaluations=_of_steps(folder / "evaluations", _EVALUATED),
+        status=_status_of(folder, config, rows),
     )
 
 
-def has_begun(given: str | PathLike[str]) -> bool:
-    """Returns whether a folder contains a run's configuration or metrics. If `given` is a file, raises ConfigError."""
-    place = _place(given)
-    return any((place / name).exists() for name in ("config.yaml", "metrics.jsonl", "metrics"))
+def has_begun(run: str | PathLike[str]) -> bool:
+    """Returns whether the folder `run` contains a run's configuration or metrics. If it is a file, raises ConfigError."""
+    folder = _folder_of(run)
+    return any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "metrics"))
 
 
-def _place(given: str | PathLike[str]) -> AnyPath:
+def _folder_of(run: str | PathLike[str]) -> AnyPath:
     try:
-        place = path_of(given)
-        check_access(place, write=False)
+        folder = path_of(run)
+        check_access(folder, write=False)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if not place.is_dir() and place.exists():
-        raise ConfigError(_NO_RUN.format(place=place, what="it is a file"))
-    return place
+    if not folder.is_dir() and folder.exists():
+        raise ConfigError(_NO_RUN.format(folder=folder, what="it is a file"))
+    return folder
 
 
 def _of_steps(folder: AnyPath, pattern: re.Pattern[str]) -> list[AnyPath]:
     """Returns the files whose names match `pattern`, in step order."""
     names = {path: path.relative_to(folder).as_posix() for path in files_below(folder)}
-    found = [(int(match[1]), path) for path, name in names.items() if (match := pattern.fullmatch(name))]
-    return [path for _, path in sorted(found)]
+    steps = {path: int(match[1]) for path, name in names.items() if (match := pattern.fullmatch(name))}
+    return sorted(steps, key=lambda path: (steps[path], path))
 
 
-def _status_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]]) -> RunStatus:
+def _status_of(folder: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]]) -> RunStatus:
     """Returns the status in the run's status file. If its state is `running`, the run's lock shows whether the run is active.
 
     A run that was copied without its status file is considered finished if its model and its last step exist.
     """
-    status, at = read_status(place), _last_written(place)
+    status, at = read_status(folder), _last_written(folder)
     if status is None:
         done = config is not None and rows and rows[-1]["step"] >= config.steps
-        return RunStatus(state="finished" if done and (place / "model").is_dir() else "unknown", at=at)
+        return RunStatus(state="finished" if done and (folder / "model").is_dir() else "unknown", at=at)
     if status.state != "running":
         return status
-    return replace(status, state={True: "running", False: "silent", None: "unknown"}[is_held(place)], at=at)
+    return replace(status, state={True: "running", False: "silent", None: "unknown"}[is_held(folder)], at=at)
 
 
-def _last_written(place: AnyPath) -> str | None:
+def _last_written(run: AnyPath) -> str | None:
     """Returns the modification time of the run's newest file."""
-    folders = [place / name for name in ("metrics", "rollouts", "evaluations", "checkpoints")]
+    folders = [run / name for name in ("metrics", "rollouts", "evaluations", "checkpoints")]
     newest = [files[-1] for folder in folders if (files := entries(folder))]
-    found = [epath.Path(path) for path in (place / FILE, place / "metrics.jsonl", *newest)]
+    paths = [epath.Path(path) for path in (run / FILE, run / "metrics.jsonl", *newest)]
     # A folder in a bucket has no modification time.
-    times = [path.stat().mtime for path in found if path.exists() and not (in_bucket(path) and path.is_dir())]
+    times = [path.stat().mtime for path in paths if path.exists() and not (in_bucket(path) and path.is_dir())]
     return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else None

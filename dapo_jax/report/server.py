@@ -36,8 +36,8 @@ _PACKED = re.compile(r"/packed/(chunk|eval)-(\d{1,3})-(\d{1,9})")
 class _Followed:
     """One watched run, and the layouts of its rollouts and evaluations so far."""
 
-    def __init__(self, place: AnyPath, name: str) -> None:
-        self.run = read_run(place, name, early=True)
+    def __init__(self, folder: AnyPath, name: str) -> None:
+        self.run = read_run(folder, name, early=True)
         self._rollouts, self._evaluations = Rollouts(self.run), Evaluations(by_score=self.run.by_score)
         self._done: set[AnyPath] = set()
         self.rollouts, self.evaluations = self._rollouts.laid(logged=0), self._evaluations.laid(logged=0)
@@ -45,7 +45,7 @@ class _Followed:
     def look(self, until: float) -> bool:
         """Loads new metrics, rollouts and evaluations, and stops at about time `until`. Returns whether there was anything new."""
         before = self.run
-        self.run = read_run(before.place, before.name, early=True)
+        self.run = read_run(before.folder, before.name, early=True)
         rollouts = self._read(self.run.logged, self._rollouts.add, until)
         evaluations = self._read(self.run.evaluations, self._evaluations.add, until)
         if rollouts or self.run.logged != before.logged:
@@ -57,8 +57,8 @@ class _Followed:
     def _read(self, files: Sequence[AnyPath], read: Callable[[AnyPath], None], until: float) -> bool:
         """Passes new files to `read` until time `until`, but at least one file, so that slow storage does not prevent progress."""
         new = [file for file in files if file not in self._done]
-        for place, file in enumerate(new):
-            if place and time.monotonic() > until:
+        for index, file in enumerate(new):
+            if index and time.monotonic() > until:
                 break
             read(file)
             self._done.add(file)
@@ -68,12 +68,12 @@ class _Followed:
 class Watched:
     """The runs that a served page shows. All methods are thread-safe."""
 
-    def __init__(self, places: Sequence[str | PathLike[str]]) -> None:
+    def __init__(self, folders: Sequence[str | PathLike[str]]) -> None:
         """Loads the runs for the first time. Raises the same errors as `report`."""
-        check_count(len(places))
+        check_count(len(folders))
         self._lock = threading.Lock()
-        self._runs = [_Followed(place, name) for name, place in named(places).items()]
-        self.names = [each.run.name for each in self._runs]
+        self._runs = [_Followed(folder, name) for name, folder in named(folders).items()]
+        self.names = [followed.run.name for followed in self._runs]
         self._version, self._looked, self._error = 1, -LOOK_S, ""
 
     def state(self) -> bytes:
@@ -100,15 +100,15 @@ class Watched:
         with self._lock:
             if run >= len(self._runs):
                 return None
-            found = self._runs[run].rollouts if kind == "chunk" else self._runs[run].evaluations
-            return found.chunks[number] if number < len(found.chunks) else None
+            laid = self._runs[run].rollouts if kind == "chunk" else self._runs[run].evaluations
+            return laid.chunks[number] if number < len(laid.chunks) else None
 
     def _look(self) -> None:
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return
         try:
-            changed = [each.look(now + LOOK_S) for each in self._runs]
+            changed = [followed.look(now + LOOK_S) for followed in self._runs]
             error = ""
         except ConfigError as damaged:
             changed, error = [], str(damaged)
@@ -117,12 +117,12 @@ class Watched:
         self._looked, self._error = time.monotonic(), error
 
     def _data(self) -> dict[str, Any]:
-        data, *_ = page_data([(each.run, each.rollouts, each.evaluations) for each in self._runs])
+        data, *_ = page_data([(run.run, run.rollouts, run.evaluations) for run in self._runs])
         return {**data, "watched": self._version}
 
     def _indices(self) -> dict[str, bytes]:
-        laid = [(run.rollouts, run.evaluations) for run in self._runs]
-        return packed_of([(replace(one, chunks=()), replace(other, chunks=())) for one, other in laid])
+        laid = [(replace(run.rollouts, chunks=()), replace(run.evaluations, chunks=())) for run in self._runs]
+        return packed_of(laid)
 
 
 class _Server(ThreadingHTTPServer):
@@ -160,14 +160,17 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server
         assert isinstance(server, _Server)
         watched = server.watched
+        json_type = "application/json"
+        routes = {
+            "/": ("text/html; charset=utf-8", watched.page),
+            "/state": (json_type, watched.state),
+            "/data": (json_type, watched.data),
+        }
         if self.headers.get("Host") not in server.hosts:
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"use 127.0.0.1 or localhost\n")
-        elif self.path == "/":
-            self._answer(HTTPStatus.OK, "text/html; charset=utf-8", watched.page())
-        elif self.path == "/state":
-            self._answer(HTTPStatus.OK, "application/json", watched.state())
-        elif self.path == "/data":
-            self._answer(HTTPStatus.OK, "application/json", watched.data())
+        elif self.path in routes:
+            kind, content_of = routes[self.path]
+            self._answer(HTTPStatus.OK, kind, content_of())
         elif (match := _PACKED.fullmatch(self.path)) and (
             content := watched.packed(match[1], int(match[2]), int(match[3]))
         ):
@@ -195,14 +198,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def watch(*runs: str | PathLike[str], port: int = 0) -> None:
-    """Serves a report of active runs and keeps it up to date until it is interrupted (Ctrl-C). Prints the page's address.
+    """Serves a report of active runs at `port` of 127.0.0.1 (0: any free port) and keeps it up to date until it is interrupted (Ctrl-C).
 
-    Args:
-        runs: run folders, local or in a bucket. The server waits until all runs have begun.
-        port: the port on 127.0.0.1, or 0 for any free port.
-
-    Raises:
-        ConfigError: a path cannot be a run, a run is damaged, there are too many runs, or the port is not available.
+    Waits until all runs have begun, and prints the page's address. Raises the same errors as `report`, and ConfigError if the port is not available.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"port: found {port}, needs 0 (any free port) to 65535")

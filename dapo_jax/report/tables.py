@@ -72,15 +72,15 @@ def comparable(tables: Sequence[Table]) -> list[Table]:
         match = _AVERAGE.fullmatch(name)
         return f"{match[1]}avg@k{match[3]}" if match and match[1] in differing else name
 
-    found = []
+    renamed_tables = []
     for table in tables:
         columns: dict[str, Column] = {}
         for name, values in table.columns.items():
             # Columns with the same new name never have values in the same row.
             before = columns.get(renamed(name), [None] * len(values))
             columns[renamed(name)] = [a if b is None else b for a, b in zip(before, values, strict=True)]
-        found.append(replace(table, columns=columns))
-    return found
+        renamed_tables.append(replace(table, columns=columns))
+    return renamed_tables
 
 
 def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
@@ -94,13 +94,13 @@ def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     leaves = [None if run.config is None else leaf_values(run.config) for run in runs]
     rows = []
     for key, usual in default.items():
-        known, own = [each[key] for each in leaves if each is not None], key == "run_dir"
+        known, has_default = [values[key] for values in leaves if values is not None], key != "run_dir"
         rows.append(
             {
                 "key": key,
-                "default": "" if own else _shown(usual),
-                "values": [None if each is None else _shown(each[key]) for each in leaves],
-                "departs": not own and any(value != usual for value in known),
+                "default": _shown(usual) if has_default else "",
+                "values": [None if values is None else _shown(values[key]) for values in leaves],
+                "departs": has_default and any(value != usual for value in known),
                 "differs": any(value != known[0] for value in known),
             }
         )

@@ -14,7 +14,7 @@ PHASES = {
 
 def timeline_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, float]]]:
     """Returns (step, seconds in each phase of `PHASES`) for each line of metrics.jsonl. Phases that were not logged take 0 seconds."""
-    found = []
+    times = []
     for row, following in zip(rows, [*rows[1:], {}], strict=False):
         spent = {phase: float(row.get(f"time/{phase}_s") or 0.0) for phase in PHASES}
         spent["sample"] = max(0.0, spent["sample"] - spent["grade"] - spent["wait"])
@@ -23,21 +23,21 @@ def timeline_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, 
         spent["checkpoint"] = following.get("time/checkpoint_s") or 0.0
         between = following.get("time/between_s") or 0.0
         spent["rest"] = max(0.0, between - spent["eval"] - spent["checkpoint"])
-        found.append((row["step"], spent))
-    return found
+        times.append((row["step"], spent))
+    return times
 
 
 def trace_of(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Returns a trace in Chrome's Trace Event Format, with one process per run. Times are in microseconds, without the time between a stop and a resume."""
     events: list[dict[str, Any]] = []
     for process, run in enumerate(runs):
-        place, at = {"pid": process, "tid": 0}, 0
-        events.append({"name": "process_name", "ph": "M", **place, "args": {"name": run.name}})
+        track, at = {"pid": process, "tid": 0}, 0
+        events.append({"name": "process_name", "ph": "M", **track, "args": {"name": run.name}})
         for step, spent in timeline_of(run.rows):
             spans = {PHASES[phase]: round(1e6 * seconds) for phase, seconds in spent.items()}
-            events.append({"name": f"step {step}", "ph": "X", "ts": at, "dur": sum(spans.values()), **place})
+            events.append({"name": f"step {step}", "ph": "X", "ts": at, "dur": sum(spans.values()), **track})
             for name, span in spans.items():
                 if span:
-                    events.append({"name": name, "ph": "X", "ts": at, "dur": span, **place})
+                    events.append({"name": name, "ph": "X", "ts": at, "dur": span, **track})
                     at += span
     return {"traceEvents": events, "displayTimeUnit": "ms"}

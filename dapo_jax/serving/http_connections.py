@@ -54,11 +54,7 @@ class Connections:
         self._listener: socket.socket | None = None
 
     def listen(self, host: str, port: int, server: web.Server) -> int:
-        """Starts to accept connections at an address, and returns the port.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
+        """Starts to accept connections at an address, and returns the port. Raises OSError if the address cannot be bound."""
         [family, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)

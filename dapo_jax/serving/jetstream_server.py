@@ -26,14 +26,9 @@ _messages: Any = jetstream_pb2  # a generated module without type annotations
 
 
 class JetStreamServer(ServerThread):
-    """Answers JetStream's `Decode` and `HealthCheck` calls.
+    """Answers JetStream's `Decode` and `HealthCheck` calls. The arguments are described in `HttpServer`.
 
-    Args:
-        requests: the loop that samples responses. The caller starts and stops it.
-        limits: the limits for requests.
-        prompt_format: the template that turns a request's text into a prompt.
-        host, port: see `ServerThread`.
-        say: logs received messages that are not valid requests.
+    `prompt_format` turns a request's text into a prompt, and `say` logs received messages that are not valid requests.
     """
 
     def __init__(

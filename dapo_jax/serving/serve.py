@@ -297,11 +297,7 @@ class Follower:
 
 
 def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str = "") -> ServedLimits:
-    """Returns the limits for requests. Maximum lengths of 0 are resolved as described in `ServingOptions`. If `name` is empty, `source` is used.
-
-    Raises:
-        ConfigError: the model does not have enough positions for the longest prompt and response.
-    """
+    """Returns the limits for requests. Maximum lengths of 0 are resolved as described in `ServingOptions`. If `name` is empty, `source` is used."""
     positions = policy.decoder.max_positions
     prompt, response = options.max_prompt_tokens, options.max_response_tokens
     response = response or max(1, min(_LONGEST, (positions - prompt) // (1 if prompt else 2)))
@@ -328,11 +324,7 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
 def request_loop(
     policy: Policy, options: ServingOptions, limits: ServedLimits
 ) -> tuple[RequestLoop, Transfer]:
-    """Builds the loop that samples responses, and compiles its programs. Also returns a function that converts parameters to the sampler's weights.
-
-    Raises:
-        ConfigError: the number of slots does not match the devices.
-    """
+    """Builds the loop that samples responses, and compiles its programs. Also returns a function that converts parameters to the sampler's weights."""
     mesh = mesh_of(ParallelConfig())
     transfer = transfer_of(policy, both_on(mesh), SamplingConfig(), dtype=options.compute_dtype)
     try:

@@ -155,11 +155,7 @@ class ServerThread(ABC):
         """Refuses new requests, gives running requests `GRACE_S` seconds to finish, and then cancels the rest."""
 
     def __enter__(self) -> "ServerThread":
-        """Starts the server.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
+        """Starts the server. Raises OSError if the address cannot be bound."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=type(self).__name__, daemon=True)
         self._thread.start()

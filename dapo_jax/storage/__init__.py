@@ -35,7 +35,7 @@ SCHEME = "gs://"
 _PIECE_BYTES, _AT_ONCE = 1 << 25, 16
 """Piece size and number of concurrent requests for fetching a range of an object. A single connection cannot use the full bandwidth."""
 
-_Found = TypeVar("_Found")
+_Answer = TypeVar("_Answer")
 
 # Otherwise epath uses TensorFlow if it is installed, which takes seconds to load and has its own exceptions.
 os.environ.setdefault("EPATH_USE_TF", "false")
@@ -72,31 +72,31 @@ def check_access(folder: AnyPath, *, write: bool) -> None:
         ValueError: an operation failed. The message contains the operation and the reason.
     """
     if not in_bucket(folder):
-        place = next(place for place in (folder, *Path(folder).absolute().parents) if os.path.lexists(place))
-        if write and not (place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK)):
+        existing = next(path for path in (folder, *Path(folder).absolute().parents) if os.path.lexists(path))
+        if write and not (existing.is_dir() and os.access(existing, os.R_OK | os.W_OK | os.X_OK)):
             raise ValueError(
-                f"cannot write to {place.absolute()}: it is not a folder, or this user has no write permission; choose another folder"
+                f"cannot write to {existing.absolute()}: it is not a folder, or this user has no write permission; choose another folder"
             )
         return
     bucket = str(folder).removeprefix(SCHEME).split("/")[0]
-    deed = f"getting the metadata of bucket {bucket!r}"
+    operation = f"getting the metadata of bucket {bucket!r}"
     try:
         # Orbax makes the same request with the same client before it lists or removes checkpoints.
         client = importlib.import_module("google.cloud.storage").Client()
         patience = importlib.import_module("google.cloud.storage.retry").DEFAULT_RETRY.with_timeout(20.0)
         client.get_bucket(bucket, retry=patience)
-        deed = f"listing {folder}"
+        operation = f"listing {folder}"
         with suppress(FileNotFoundError):
             _objects().ls(str(folder))
         if write:
-            deed = f"writing to {folder}"
+            operation = f"writing to {folder}"
             probe = str(folder / f"access-{secrets.token_hex(4)}")
             _objects().pipe_file(probe, b"")
-            deed = f"deleting from {folder}"
+            operation = f"deleting from {folder}"
             _objects().rm_file(probe)
     except Exception as error:  # the storage clients have no common error class
         raise ValueError(
-            f"{deed} failed: {_message(error)}; the bucket must exist, and this user needs "
+            f"{operation} failed: {_message(error)}; the bucket must exist, and this user needs "
             f"{'roles/storage.objectUser' if write else 'roles/storage.objectViewer'} and storage.buckets.get "
             "(roles/storage.legacyBucketReader) on it"
         ) from error
@@ -113,7 +113,7 @@ def entries(folder: AnyPath) -> list[AnyPath]:
 def size_of(path: AnyPath) -> int:
     """Returns the size of a file in bytes."""
     if in_bucket(path):
-        return int(_asked(path, lambda: _objects().info(str(path)))["size"])
+        return int(_answer(path, lambda: _objects().info(str(path)))["size"])
     return Path(path).stat().st_size
 
 
@@ -130,17 +130,17 @@ def stored_files(folder: AnyPath) -> dict[str, tuple[int, str]]:
     Raises:
         OSError: a folder cannot be listed.
     """
-    found: dict[str, tuple[int, str]] = {}
+    files: dict[str, tuple[int, str]] = {}
     if in_bucket(folder):
         start = len(str(folder).removeprefix(SCHEME)) + 1
         for name, about in _objects().find(str(folder), detail=True).items():
-            found[name[start:]] = int(about["size"]), about.get("md5Hash", "")
-        return dict(sorted(found.items()))
-    for place, _, names in os.walk(folder, onerror=_raise_listing):
-        for path in (Path(place, name) for name in names):
+            files[name[start:]] = int(about["size"]), about.get("md5Hash", "")
+        return dict(sorted(files.items()))
+    for parent, _, names in os.walk(folder, onerror=_raise_listing):
+        for path in (Path(parent, name) for name in names):
             with suppress(FileNotFoundError):  # the file was removed meanwhile, or is a broken link
-                found[path.relative_to(folder).as_posix()] = path.stat().st_size, ""
-    return dict(sorted(found.items()))
+                files[path.relative_to(folder).as_posix()] = path.stat().st_size, ""
+    return dict(sorted(files.items()))
 
 
 def _raise_listing(error: OSError) -> None:
@@ -157,18 +157,18 @@ def _check_file(path: Path) -> None:
 def file_bytes(path: AnyPath) -> bytes:
     """Returns the contents of a file. Raises OSError if it does not exist or cannot be read."""
     if in_bucket(path):
-        return _asked(path, lambda: _objects().cat_file(str(path)))
+        return _answer(path, lambda: _objects().cat_file(str(path)))
     _check_file(Path(path))
     return path.read_bytes()
 
 
 def files_of(folder: AnyPath, names: Iterable[str]) -> dict[str, bytes]:
     """Returns the contents of the files `names` in `folder`. Missing files are omitted. Raises OSError if an existing file cannot be read."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for name in names:
         with suppress(FileNotFoundError):
-            found[name] = file_bytes(folder / name)
-    return found
+            contents[name] = file_bytes(folder / name)
+    return contents
 
 
 def ranges_bytes(path: AnyPath, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -178,20 +178,20 @@ def ranges_bytes(path: AnyPath, ranges: Sequence[tuple[int, int]]) -> list[bytes
         OSError: the file does not exist, is too short, or cannot be read.
     """
 
-    def read(part: tuple[int, int]) -> bytes:
-        start, stop = part
+    def read(bounds: tuple[int, int]) -> bytes:
+        start, stop = bounds
         if in_bucket(path):
-            return _asked(path, lambda: _objects().cat_file(str(path), start=start, end=stop))
+            return _answer(path, lambda: _objects().cat_file(str(path), start=start, end=stop))
         with path.open("rb") as file:
             file.seek(start)
             return file.read(stop - start)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = list(pool.map(read, ranges) if in_bucket(path) else map(read, ranges))
-    for (start, stop), data in zip(ranges, found, strict=True):
+        contents = list(pool.map(read, ranges) if in_bucket(path) else map(read, ranges))
+    for (start, stop), data in zip(ranges, contents, strict=True):
         if len(data) != stop - start:
             raise OSError(errno.EIO, f"it ends at byte {start + len(data):,}, needs {stop:,}", str(path))
-    return found
+    return contents
 
 
 def range_bytes(path: AnyPath, start: int, stop: int) -> bytes:
@@ -200,8 +200,8 @@ def range_bytes(path: AnyPath, start: int, stop: int) -> bytes:
     return b"".join(ranges_bytes(path, [(at, min(at + starts.step, stop)) for at in starts]))
 
 
-def _asked(path: AnyPath, ask: Callable[[], _Found]) -> _Found:
-    """Sends the storage request `ask` for the object `path` and returns the result. Raises OSError if the object is missing or the request fails."""
+def _answer(path: AnyPath, ask: Callable[[], _Answer]) -> _Answer:
+    """Sends the storage request `ask` for the object `path` and returns the answer. Raises OSError if the object is missing or the request fails."""
     try:
         return ask()
     except FileNotFoundError as error:
@@ -213,13 +213,13 @@ def _asked(path: AnyPath, ask: Callable[[], _Found]) -> _Found:
         raise OSError(errno.EIO, why, str(path)) from error
 
 
-def move_folder(folder: AnyPath, place: AnyPath) -> None:
+def move_folder(folder: AnyPath, target: AnyPath) -> None:
     """Renames a folder. In a bucket, its objects are moved one by one."""
     if in_bucket(folder):
         for name in stored_files(folder):
-            _objects().mv_file(str(folder / name), str(place / name))
+            _objects().mv_file(str(folder / name), str(target / name))
     else:
-        os.replace(folder, place)
+        os.replace(folder, target)
 
 
 def write_whole(path: AnyPath, data: bytes) -> None:
@@ -250,16 +250,16 @@ def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
         with path.open("wb") as file:  # a rename would remove the device or pipe
             yield file
         return
-    place = Path(os.path.realpath(path))  # a symbolic link is kept, and its target is replaced
-    if place.exists():
-        _check_file(place)
-    partial = place.with_name(place.name + ".partial")
+    target = Path(os.path.realpath(path))  # a symbolic link is kept, and its target is replaced
+    if target.exists():
+        _check_file(target)
+    partial = target.with_name(target.name + ".partial")
     try:
         with partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, place)
+        os.replace(partial, target)
     except BaseException:
         with suppress(OSError):
             partial.unlink()

@@ -68,11 +68,7 @@ def take(folder: AnyPath, *, lost: Lost) -> "Lock":
 
 
 def check_free(folder: Path) -> None:
-    """Raises if a run is active in a local folder. Writes nothing.
-
-    Raises:
-        LockedError: a run is active. The message names its process.
-    """
+    """Raises LockedError, which names the process, if a run is active in a local folder. Writes nothing."""
     if is_held(folder):
         raise _taken_by((folder / NAME).read_bytes())
 
@@ -116,7 +112,7 @@ class Lock(AbstractContextManager["Lock"]):
 class _FileLock(Lock):
     def __init__(self, folder: Path) -> None:
         self._path = folder.absolute() / NAME  # absolute, because the working directory may change
-        self._made, self._file = not os.path.exists(folder), -1
+        self._folder_is_new, self._file = not os.path.exists(folder), -1
         try:
             while not self._locked():  # the file was removed between opening and locking it
                 self._close()
@@ -138,9 +134,9 @@ class _FileLock(Lock):
                 time.sleep(0.1)
                 fcntl.flock(self._file, exclusive)
         except BlockingIOError:
-            found = os.pread(self._file, 1000, 0)
+            holder = os.pread(self._file, 1000, 0)
             self._close()
-            raise _taken_by(found) from None
+            raise _taken_by(holder) from None
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
@@ -169,7 +165,7 @@ class _FileLock(Lock):
         if self._file < 0:
             return
         with suppress(OSError):
-            if self._made and self._has_name() and os.listdir(self._path.parent) == [NAME]:
+            if self._folder_is_new and self._has_name() and os.listdir(self._path.parent) == [NAME]:
                 self._path.unlink()
                 self._path.parent.rmdir()
         with suppress(OSError):
@@ -191,7 +187,7 @@ class _Lease(Lock):
         self._retry: Any = importlib.import_module("google.cloud.storage.retry").DEFAULT_RETRY
         self._failures = (self._errors.GoogleAPIError, refusals, OSError)  # network failures are OSErrors
         self._me, self._generation, self._renewed = _holder(), 0, 0.0
-        self._turn, self._ended, self._lost_to = threading.Lock(), threading.Event(), ""
+        self._renewing, self._ended, self._lost_to = threading.Lock(), threading.Event(), ""
         try:
             self._bucket = importlib.import_module("google.cloud.storage").Client().bucket(bucket)
             self._take()
@@ -218,7 +214,7 @@ class _Lease(Lock):
         if self._ended.is_set() or os.getpid() != self._process:
             return
         self._ended.set()
-        with self._turn, suppress(Exception):  # A failure is harmless, because the lease expires.
+        with self._renewing, suppress(Exception):  # A failure is harmless, because the lease expires.
             self._bucket.blob(self._object).delete(if_generation_match=self._generation, timeout=RENEW_S)
 
     def _take(self) -> None:
@@ -228,7 +224,7 @@ class _Lease(Lock):
         probe.delete()
         first = 0
         while True:
-            generation, renewed, holder = self._found()
+            generation, renewed, holder = self._stored()
             if first and generation not in (0, first):
                 raise _taken_by(holder)
             left_s = renewed + LEASE_S - (time.monotonic() + ahead_s) if generation else 0.0
@@ -252,35 +248,35 @@ class _Lease(Lock):
                 continue
 
     def _renew(self, *, retry: Any) -> None:
-        with self._turn:
+        with self._renewing:
             if self._ended.is_set():
                 return
             if not self._lost_to and not self._write(self._generation, timeout=RENEW_S, retry=retry):
-                self._lost_to = _name(self._found()[2])
+                self._lost_to = _name(self._stored()[2])
             if self._lost_to:
                 raise LockLostError(
                     f"{self._name} is now held by {self._lost_to}, because this run did not renew it for {LEASE_S:.0f} s. {_LEAVES}; "
                     "the other run continues from the last checkpoint"
                 )
 
-    def _write(self, generation: int, **how: Any) -> bool:
+    def _write(self, generation: int, **options: Any) -> bool:
         """Writes the lease, replacing `generation` (0 if there is no lease). Returns False if another run has written the lease."""
         began = time.monotonic()
         blob = self._bucket.blob(self._object)
         try:
-            blob.upload_from_string(self._me, if_generation_match=generation, **how)
+            blob.upload_from_string(self._me, if_generation_match=generation, **options)
             self._generation = int(blob.generation)
         except self._errors.PreconditionFailed:
-            there, _, holder = self._found()
-            if not there:  # the lease was deleted by hand, so a new lease is written
-                return bool(generation) and self._write(0, **how)
+            generation_now, _, holder = self._stored()
+            if not generation_now:  # the lease was deleted by hand, so a new lease is written
+                return bool(generation) and self._write(0, **options)
             if holder != self._me:  # if equal, an earlier attempt of this write has already succeeded
                 return False
-            self._generation = there
+            self._generation = generation_now
         self._renewed = began
         return True
 
-    def _found(self) -> tuple[int, float, bytes]:
+    def _stored(self) -> tuple[int, float, bytes]:
         """Returns the lease's generation, renewal time by the storage's clock, and contents. If there is no lease, they are 0, 0 and empty."""
         while (blob := self._bucket.get_blob(self._object)) is not None:
             with suppress(self._errors.NotFound, self._errors.PreconditionFailed):  # try again if it changed

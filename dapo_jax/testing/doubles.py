@@ -110,8 +110,8 @@ class ScriptedEngine:
         names = ("slots", "prompts", "ordinals", "indices", "limits", "drawn", "turns")
         columns = (getattr(insertion, name).tolist() for name in names)
         fed = [len(tokens) for tokens in insertion.fed] or [0] * len(insertion.slots)
-        for slot, place, ordinal, index, limit, drawn, turn, more in zip(*columns, fed, strict=True):
-            prompt = prefix[place] + more - drawn
+        for slot, row, ordinal, index, limit, drawn, turn, more in zip(*columns, fed, strict=True):
+            prompt = prefix[row] + more - drawn
             if prompt + limit > self.capacity:
                 raise ValueError(
                     f"a prompt of {prompt} tokens and a response of {limit} tokens = {prompt + limit} tokens exceed "
@@ -171,7 +171,7 @@ class ScriptedEngine:
     def release(self, state: PyTree, slots: Sequence[int]) -> tuple[ScriptedSlot, ...]:
         """Frees the given slots. Their responses may be unfinished."""
         self.released += slots
-        return tuple(FREE if at in slots else slot for at, slot in enumerate(state))
+        return tuple(FREE if index in slots else slot for index, slot in enumerate(state))
 
     def _response(self, ordinal: int, index: int, limit: int, turn: int = 0) -> tuple[int, ...]:
         tokens = tuple(self._script(ordinal, index, *[turn] * (turn > 0)))

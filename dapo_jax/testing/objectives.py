@@ -97,9 +97,9 @@ def check_objective(
 def _layout(*rows: Sequence[int], width: int = 24, left: int = 0) -> np.ndarray:
     """Returns the index of the token at each place, or -1 for padding. `rows` contains the responses of each row."""
     layout = np.full((len(rows), width), -1)
-    for places, responses in zip(layout, rows, strict=True):
+    for row, responses in zip(layout, rows, strict=True):
         tokens = np.flatnonzero(np.isin(RESPONSE, responses))
-        places[left : left + len(tokens)] = tokens
+        row[left : left + len(tokens)] = tokens
     return layout
 
 
@@ -182,18 +182,20 @@ class _Loss:
         counts = np.array([TOKENS["mask"][layout[layout >= 0]].sum() for layout in layouts])
         shares = {"sum": counts**0.0, "mean": counts**0.0 / len(counts), "tokens": counts / counts.sum()}
         values, gradients = (np.array(column) for column in zip(*parts, strict=True))
-        found = {how: self.difference(share @ values, share @ gradients) for how, share in shares.items()}
-        exact = ", ".join(how for how, difference in found.items() if difference < TOLERANCE)
-        detail = f"relative difference {found[self.combine]:.0e} for combine={self.combine}"
-        return found[self.combine] < TOLERANCE, f"{detail}; exact for {exact or 'no combination'}"
+        differences = {
+            kind: self.difference(share @ values, share @ gradients) for kind, share in shares.items()
+        }
+        exact = ", ".join(kind for kind, difference in differences.items() if difference < TOLERANCE)
+        detail = f"relative difference {differences[self.combine]:.0e} for combine={self.combine}"
+        return differences[self.combine] < TOLERANCE, f"{detail}; exact for {exact or 'no combination'}"
 
 
 def _by_token(layout: np.ndarray, mask: Any, value: Any, gradient: Any) -> tuple[float, np.ndarray]:
     """Returns the gradient of each token. If a gradient outside the mask is not 0, all gradients are NaN."""
     mask, gradient = np.asarray(mask), np.asarray(gradient, np.float64)
-    found = np.full(len(RESPONSE), 0.0 if (gradient[~mask] == 0).all() else np.nan)
-    found[layout[mask]] += gradient[mask]
-    return float(value), found
+    by_token = np.full(len(RESPONSE), 0.0 if (gradient[~mask] == 0).all() else np.nan)
+    by_token[layout[mask]] += gradient[mask]
+    return float(value), by_token
 
 
 def _shards(loss: _Loss) -> Result:
@@ -223,8 +225,8 @@ def _gradient(loss: _Loss) -> Result:
         "stop-gradient form: constants x logprobs": abs(loss.gradient @ TOKENS["logprobs"] - loss.value),
         "stop-gradient form: constants x exp(logprobs - their value)": abs(loss.gradient.sum() - loss.value),
     }
-    found = [form for form, difference in forms.items() if difference < 1e-6 * size]
-    return bool(found), found[0] if found else f"not the derivative; sum of absolute gradients {size:.3g}"
+    fits = [form for form, difference in forms.items() if difference < 1e-6 * size]
+    return bool(fits), fits[0] if fits else f"not the derivative; sum of absolute gradients {size:.3g}"
 
 
 def _constants(loss: _Loss) -> Result:
@@ -242,10 +244,10 @@ def _options(loss: _Loss) -> Result:
         numbers = [factor * (default or 1.0) for factor in factors]
         for other in [loss.others[name]] if name in loss.others else numbers:
             with suppress(ValueError):  # outside the range of the option
-                found = loss.evaluate(batch, **{name: other})
-                if found[0] != value or (found[1] != slope).any():
+                changed = loss.evaluate(batch, **{name: other})
+                if changed[0] != value or (changed[1] != slope).any():
                     ignored.pop(name, None)
-    return not ignored, f"{len(loss.options)} options; no effect found: {', '.join(ignored) or 'none'}"
+    return not ignored, f"{len(loss.options)} options; no effect changed: {', '.join(ignored) or 'none'}"
 
 
 def _divides_by(loss: _Loss) -> Result:
@@ -261,8 +263,8 @@ def _divides_by(loss: _Loss) -> Result:
         same = {"advantages": count, **dict.fromkeys(POLICIES, TOKENS["logprobs"] - shift)}
         one_token = loss.measure(PLAIN, mask=FIRST & (RESPONSE == 0), **same | {"weights": count})[1].sum()
         if one_token:
-            found = loss.measure(SPARSE, **same)[1] / one_token
-            fits = [name for name, right in known.items() if np.allclose(found[mask], right[mask], 1e-6, 0)]
+            divisor = loss.measure(SPARSE, **same)[1] / one_token
+            fits = [name for name, right in known.items() if np.allclose(divisor[mask], right[mask], 1e-6, 0)]
             return bool(fits), fits[0] if fits else f"not {', nor '.join(known)}"
     return False, "a batch of one token has no gradient"
 
@@ -284,9 +286,9 @@ def _direction(loss: _Loss) -> Result:
         push = -sign * loss.measure(PLAIN, logprobs=logprobs, mask=FIRST, **old)[1]
         wrong = FIRST & (sign != 0) & ~(push > 0)
         if loss.uses_advantages and wrong.any():
-            found = "wrong sign" if push[wrong].any() else "no gradient"
+            problem = "wrong sign" if push[wrong].any() else "no gradient"
             move = f"after a move of {shift} nats against the advantage"
-            return False, f"{found} for advantages {set(sign[wrong])} {move}"
+            return False, f"{problem} for advantages {set(sign[wrong])} {move}"
     return True, f"{'follows' if loss.uses_advantages else 'the loss does not use'} the advantages"
 
 

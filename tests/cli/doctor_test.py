@@ -5,9 +5,7 @@ import json
 import pytest
 
 from dapo_jax.cli import main
-from dapo_jax.run.policy import Policy
-from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.text.tokenizers import CharTokenizer
+from tests.run.conftest import save_micro_model
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +16,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def file(tmp_path):
-    tokenizer = CharTokenizer("0123456789+=")
-    decoder = tiny_decoder_config(vocab_size=tokenizer.vocab_size)
-    Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(tmp_path / "model")
+    save_micro_model(tmp_path / "model")
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     config = tmp_path / "config.yaml"
     config.write_text(

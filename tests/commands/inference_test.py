@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dapo_jax.commands import evaluate, sample
+from dapo_jax.commands import evaluate, inference, sample
 from dapo_jax.config import (
     ConfigError,
     DataConfig,
@@ -153,24 +153,18 @@ def test_an_evaluation_reports_whether_scores_or_verdicts_count(
     scored = str(run_micro(by_score, reward=brief).run_dir)
     judged = str(finished.run_dir)
 
-    def metric(model, config=None, *overrides, reward=brief):
-        return evaluate(model, config, overrides=overrides, rows=rows, reward=reward).metric
+    def metric(model, config=None, *overrides):
+        return inference._configured(model, config, overrides)[1]
 
     assert metric(scored) == "score"
     assert metric(judged) == "correct"
     assert metric(judged, None, "dynamic_sampling.metric=score") == "score"
     assert metric(judged, f"{scored}/config.yaml") == "score"
     assert metric(scored, f"{judged}/config.yaml") == "correct"
-    assert metric(scored, reward=even_sum) == "correct"
+    assert evaluate(scored, rows=rows, reward=even_sum).metric == "correct"  # the grader returns no scores
     file = tmp_path / "evaluation.yaml"
     file.write_text("{data: {max_prompt_tokens: 4}, sampling: {slots: 8, max_response_tokens: 6}}")
-    assert metric(scored, file) == "score"
-
-
-def test_rows_and_a_reward_may_come_from_python(model, small):
-    rows = [{"prompt": "1+1", "answer": 2}, {"prompt": "2+2", "answer": 4}]
-    found = evaluate(model, small(), rows=rows, reward=lambda sample: sample.prompt.text == "1+1")
-    assert [group.accuracy for group in found.groups["arithmetic"]] == [1.0, 0.0]
+    assert evaluate(scored, file, rows=rows, reward=brief).metric == "score"
 
 
 def test_several_datasets_are_evaluated_one_after_the_other(model, small, tmp_path):
@@ -185,15 +179,16 @@ def test_several_datasets_are_evaluated_one_after_the_other(model, small, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "overrides", "message"),
     [
-        ({"data__max_prompt_tokens": 2}, r"5 tokens.*data\.max_prompt_tokens=2"),
-        ({"sampling__slots": 12}, "slots=12"),
+        ({"data__max_prompt_tokens": 2}, (), r"5 tokens.*data\.max_prompt_tokens=2"),
+        ({"sampling__slots": 12}, (), "slots=12"),
+        ({}, ["seed=1"], "seed=1"),
     ],
 )
-def test_invalid_evaluations_are_configuration_errors(change, message, model, small):
+def test_invalid_evaluations_are_configuration_errors(change, overrides, message, model, small):
     with pytest.raises(ConfigError, match=message):
-        evaluate(model, small(**change))
+        evaluate(model, small(**change), overrides=overrides)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +204,3 @@ def test_the_grader_and_the_data_are_checked_before_the_weights(
 ):
     with pytest.raises(ConfigError, match=message):
         evaluate(model_without_weights, small(**change))
-
-
-def test_overrides_need_a_file(model, small):
-    with pytest.raises(ConfigError, match="seed=1"):
-        evaluate(model, small(), overrides=["seed=1"])

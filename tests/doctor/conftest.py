@@ -7,28 +7,16 @@ import pytest
 
 from dapo_jax.config import load_config
 from dapo_jax.doctor.examination import examination
-from dapo_jax.run.policy import Policy
-from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.text.tokenizers import CharTokenizer
+from tests.run.conftest import save_micro_model
 
 SUMS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(3)]
-
-
-def write_model(folder):
-    tokenizer = CharTokenizer("0123456789+=:,?")
-    decoder = tiny_decoder_config(
-        vocab_size=tokenizer.vocab_size, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
-        max_positions=128,
-    )  # fmt: skip
-    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory):
     """The keys of a healthy configuration."""
     folder = tmp_path_factory.mktemp("healthy")
-    write_model(folder / "model")
+    save_micro_model(folder / "model")
     data = folder / "sums.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in SUMS))
     return {

@@ -22,7 +22,7 @@ from dapo_jax.run.policy import Policy, find_policy
 from dapo_jax.storage.locks import take
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from tests.doctor.conftest import write_model
+from tests.run.conftest import save_micro_model
 from tests.text.folders import CHATML, files_of, write
 
 UNSURE = {"devices", "grade"}
@@ -148,7 +148,8 @@ def test_a_model_in_a_bucket_is_examined_there(examined, settings, bucket):
 
 
 def test_one_nan_in_the_weights(examined, tmp_path):
-    folder = write_model(tmp_path / "spoilt")
+    folder = tmp_path / "spoilt"
+    save_micro_model(folder)
     tensors = load_file(folder / "model.safetensors")
     name = sorted(tensors)[3]
     tensors[name][(0,) * tensors[name].ndim] = np.nan

@@ -13,40 +13,22 @@ TOKENIZER = CharTokenizer(ALPHABET)
 HOSTILE = "</script><img src=x onerror=alert(1)> <!-- & \u2028"
 
 
-def metrics_line(step, rng, *, group_size=4, groups=4, **changes):
+def metrics_line(step, rng):
     """The metrics of one step. Every fifth step has an evaluation."""
     share = 1 - math.exp(-step / 30)
-
-    def noise(size):
-        return rng.gauss(0, size)
-
     mixed = max(0.05, 0.9 - 0.6 * share)
     line = {
-        "step": step,
-        "rollout/prompts": groups + 2, "rollout/waves": 1 + (step % 3 == 0), "rollout/trained_groups": groups,
-        "rollout/surplus_groups": 1, "rollout/carried_groups": 0,
-        "rollout/age_mean": 0.0, "rollout/age_p95": 0.0, "rollout/age_max": 0, "rollout/newest_age_mean": 0.0,
-        "rollout/newest_age_p95": 0.0, "rollout/newest_age_max": 0, "rollout/earlier_tokens_frac": 0.0, "rollout/trained_accuracy": 0.5 + noise(0.03),
-        "rollout/accuracy": 0.3 + 0.6 * share + noise(0.03), "rollout/all_correct_frac": 0.8 * (1 - mixed),
-        "rollout/all_wrong_frac": 0.2 * (1 - mixed), "rollout/mixed_frac": mixed,
-        "rollout/response_tokens": 20 + 20 * share + noise(1), "rollout/response_tokens_max": 64,
-        "rollout/response_tokens_p95": 44 + 10 * share, "rollout/trained_response_tokens": 22 + 20 * share,
-        "rollout/truncated_frac": 0.02 + 0.1 * (1 - share), "reward/mean": -0.4 + 1.2 * share + noise(0.05),
-        "reward/std": 0.9, "reward/overlong_penalty": -0.05 * (1 - share), "policy/clip_high_frac": 0.004,
-        "policy/clip_low_frac": 0.01, "policy/clipped_high_prob": 0.2, "policy/dual_clip_frac": 0.0,
-        "policy/entropy": 1.0 - 0.6 * share + noise(0.02), "policy/kl_old_k1": 0.001, "policy/kl_old_k3": 0.002,
-        "policy/ratio": 1.0, "policy/ratio_max": 2.0 + abs(noise(0.5)), "policy/sampled_prob": 0.6 + 0.2 * share,
-        "sync/logprob_diff_max": 1e-3, "sync/logprob_diff_mean": 1e-5, "sync/sampler_trainer_kl": 1e-8,
-        "update/grad_norm": 1.0 + abs(noise(0.5)), "update/loss": noise(0.2), "update/skipped_frac": 0.0,
+        "step": step, "rollout/prompts": 6, "rollout/trained_groups": 4, "rollout/trained_accuracy": 0.5 + rng.gauss(0, 0.03),
+        "rollout/accuracy": 0.3 + 0.6 * share + rng.gauss(0, 0.03), "rollout/all_correct_frac": 0.8 * (1 - mixed),
+        "rollout/all_wrong_frac": 0.2 * (1 - mixed), "rollout/mixed_frac": mixed, "rollout/response_tokens": 20 + 20 * share,
+        "reward/mean": -0.4 + 1.2 * share, "reward/std": 0.9, "policy/entropy": 1.0 - 0.6 * share, "update/loss": rng.gauss(0, 0.2),
         "update/learning_rate": 1e-6 * min(1.0, step / 20), "time/sample_s": 8.0, "time/update_s": 12.0, "time/step_s": 20.5,
         "time/grade_s": 1.5, "time/wait_s": 0.5, "time/logprobs_s": 3.0, "time/checkpoint_s": 0.25, "time/between_s": 1.0,
-        "speed/sampled_tokens_per_s": 900.0, "speed/trained_tokens_per_s": 500.0, "memory/host_gib": 1.5,
-        "memory/device_gib": 10.0, "memory/device_peak_gib": 12.5,
     }  # fmt: skip
     if step % 5 == 0:
         line |= {"eval/aime_2024/avg@8": 0.4 + 0.5 * share, "eval/aime_2024/avg@8_stderr": 0.02,
                  "eval/aime_2024/pass@8": 0.7 + 0.2 * share, "time/eval_s": 30.0}  # fmt: skip
-    return line | changes
+    return line
 
 
 def rollout_line(step, ordinal, index, *, rng, prompt=None, response=None, correct=None, **changes):

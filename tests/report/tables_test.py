@@ -15,7 +15,7 @@ from dapo_jax.trackers.run_status import RunStatus
 def run(rows, config=None, name="run"):
     status = RunStatus(state="unknown", at=None)
     return RunFiles(
-        name=name, place=Path(name), config=config, rows=rows, logged=[], evaluations=[], status=status
+        name=name, folder=Path(name), config=config, rows=rows, logged=[], evaluations=[], status=status
     )
 
 

@@ -73,15 +73,8 @@ def evaluated(server, folder, kind, *options):
 
 def test_a_trainers_rollouts_carry_the_servers_tokens_and_logprobs(server, model, tmp_path):
     """Groups of four with two turns each. Tokens and log-probabilities in the traces are the server's."""
-    traces = evaluated(
-        server,
-        tmp_path,
-        "train",
-        "--client.renderer.name",
-        "default",
-        "--client.renderer-model-name",
-        str(model),
-    )
+    names = ("--client.renderer.name", "default", "--client.renderer-model-name", str(model))
+    traces = evaluated(server, tmp_path, "train", *names)
     sampled = set()
     for trace in traces:
         answers = [node for node in trace["nodes"] if node["sampled"]]
@@ -92,11 +85,9 @@ def test_a_trainers_rollouts_carry_the_servers_tokens_and_logprobs(server, model
             assert (np.array(node["logprobs"]) < 0).all()
             sampled.add(tuple(tokens))
     assert len(sampled) == len(traces) * TURNS, "two rollouts are the same"
-    first = traces[0]["nodes"][0]
-    prompt = conversation_ids([first["message"]], TOKENIZER).tolist()
-    opening = traces[0]["nodes"][1]["token_ids"]
-    whole = [*first["token_ids"], *opening[: traces[0]["nodes"][1]["mask"].index(True)]]
-    assert whole == prompt, "the package renders what the server renders"
+    first, second = traces[0]["nodes"][:2]
+    whole = [*first["token_ids"], *second["token_ids"][: second["mask"].index(True)]]
+    assert whole == conversation_ids([first["message"]], TOKENIZER).tolist(), "rendered as by the server"
 
 
 def test_an_evaluation_runs_over_chat_completions(server, tmp_path):

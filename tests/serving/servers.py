@@ -129,7 +129,7 @@ class Running:
 
     def __init__(self, folder, model, *arguments, http=True):
         self.out, self.err = folder / "out", folder / "err"
-        command = [sys.executable, "-m", "dapo_jax.cli", "serve", model, *["--jetstream"] * (not http), "--port", 0, "--slots", 4, "--compilation-cache", "", *arguments]  # fmt: skip
+        command = [sys.executable, "-m", "dapo_jax.cli", "serve", model, *["--jetstream"] * (not http), "--port", 0, "--slots", 4, *arguments]  # fmt: skip
         environment = {**os.environ, "JAX_LOG_COMPILES": "1"}
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
