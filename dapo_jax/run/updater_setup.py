@@ -42,10 +42,10 @@ def objective_of(loss: LossConfig) -> Objective:
 @lru_cache(maxsize=_KEPT)
 def _objective(spec: str, options: str, clips: tuple[float, float]) -> Objective:
     with prefixed(f"loss.objective={{{spec}: {options}}}"):
-        found = load_objective(load_function(spec) if ":" in spec else spec, json.loads(options))
-    known = options_of(found)
+        objective = load_objective(load_function(spec) if ":" in spec else spec, json.loads(options))
+    known = options_of(objective)
     clipped = {name: clip for name, clip in zip(CLIPS, clips, strict=True) if name in known}
-    return partial(found, **clipped)
+    return partial(objective, **clipped)
 
 
 def has_reference(config: TrainConfig, objective: Objective) -> bool:
