@@ -129,12 +129,8 @@ def response_sampler(
     room = room_for_cache(
         policy.decoder,
         mesh,
-        sampling,
+        spec,
         spec.prefill,
-        capacity=spec.capacity,
-        compute_dtype=spec.compute_dtype,
-        in_flight=spec.in_flight,
-        has_turns=spec.has_turns,
         resident=resident + bytes_on_device(transfer.shapes, mesh.shape),
         memory=memory,
     )
@@ -180,26 +176,23 @@ def _engine(policy: Policy, mesh: Mesh, spec: SamplerSpec, *, cache_bytes: int |
 def room_for_cache(
     decoder: DecoderConfig,
     mesh: Mesh,
-    sampling: SamplingConfig,
+    spec: SamplerSpec,
     shape: PrefillShape,
     *,
-    capacity: int,
-    compute_dtype: str,
     resident: int,
     memory: int | None,
-    in_flight: int = 0,
-    has_turns: bool = False,
 ) -> int | None:
     """Returns the number of bytes per device that the KV cache may use. It is 0 or negative if no memory is left.
 
     Returns None if the size of the cache does not depend on memory, because `sampling.cache_tokens` is set, the cache has no pages, or the device
     does not report its memory.
 
-    The arguments are as in `SamplerSpec` and `response_sampler`, except that `resident` includes the sampler's weights. In addition, `mesh` is the sampler's mesh, `shape`
-    the shape of one prefill, and `capacity` the maximum length of prompt and response together.
+    `mesh` is the sampler's mesh, and `shape` the shape of one prefill. The other arguments are as in `response_sampler`, except that `resident` includes
+    the sampler's weights.
     """
-    dtype = sampling.cache_dtype or compute_dtype
-    leaves_slots = in_flight > 0 or sampling.batch_invariant or has_turns
+    sampling, capacity, in_flight = spec.sampling, spec.capacity, spec.in_flight
+    dtype = sampling.cache_dtype or spec.compute_dtype
+    leaves_slots = in_flight > 0 or sampling.batch_invariant or spec.has_turns
     asked: Any = {"page_tokens": sampling.page_tokens, "cache_tokens": sampling.cache_tokens, "dtype": dtype}
     kind = kind_for(mesh, **asked, turns=leaves_slots, capacity=capacity)
     if memory is None or sampling.cache_tokens or kind == "slots":
@@ -207,7 +200,7 @@ def room_for_cache(
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     by_window = token_bytes(decoder, mesh, dtype=dtype, kind=kind)
     each = sum(by_window.values())
-    computed = sum(token_bytes(decoder, mesh, dtype=compute_dtype, kind=kind).values())
+    computed = sum(token_bytes(decoder, mesh, dtype=spec.compute_dtype, kind=kind).values())
     room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
     state = -(-decoder.state_bytes // mesh.shape["tensor"])
     room -= sampling.slots // spread * state
@@ -220,7 +213,7 @@ def room_for_cache(
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4 + state
     sizes = sizes_for(
         kind, mesh, holders=sampling.slots, capacity=capacity, token_bytes=by_window,
-        call_tokens=sampling.steps_per_call + FEED_TOKENS * has_turns, **asked,
+        call_tokens=sampling.steps_per_call + FEED_TOKENS * spec.has_turns, **asked,
     )  # fmt: skip
     all_slots = sampling.slots // spread * sizes.held_bytes(capacity, by_window)
     if not in_flight and shape.longest <= shape.width and room - rows >= all_slots:

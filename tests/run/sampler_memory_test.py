@@ -21,9 +21,8 @@ PAGES = SamplingConfig(slots=8, page_tokens=16, max_response_tokens=48)
 
 def room(sampling=PAGES, *, shape=SHAPE, memory=1 << 23, resident=0, devices=1, dtype="float32", **axes):
     mesh = make_mesh(devices=jax.devices()[:devices], **(axes or {"fsdp": 1}))
-    return room_for_cache(
-        TINY, mesh, sampling, shape, capacity=64, compute_dtype=dtype, resident=resident, memory=memory
-    )  # fmt: skip
+    spec = SamplerSpec(sampling=sampling, max_prompt_tokens=16, group_size=1, compute_dtype=dtype)
+    return room_for_cache(TINY, mesh, spec, shape, resident=resident, memory=memory)
 
 
 def test_the_cache_gets_what_all_else_leaves_of_nine_tenths_of_a_device():
