@@ -25,7 +25,7 @@ TEACHER = "teacher_0"
 
 def overrides(name: str, folder: Path) -> list[str]:
     """Returns the keys of a run that the algorithm's name does not set."""
-    graders = "reward.graders=[{grader: exact}, {grader: kimi_length, weight: 0.5}]"
+    graders = "reward.grader=[{grader: exact}, {grader: kimi_length, weight: 0.5}]"
     given = {"gdpo": [graders], "opd": [f"teacher.source={folder / TEACHER / 'model'}"], "teacher": []}
     return [*([] if name == "teacher" else [f"algorithm={name}"]), *given.get(name, [])]
 

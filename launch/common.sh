@@ -77,11 +77,11 @@ check_training() { # CONFIG [key=value ...] [--resume]
   resolved=$(dapo-jax config "$1" ${overrides[@]+"${overrides[@]}"}) || exit
   data_axis=$(sed -n '/^parallel:/,/^[^ ]/s/^  data: //p' <<<"$resolved")
   mesh=$(sed -n '/^parallel:/,/^[^ ]/p' <<<"$resolved")
-  if grep -q "^  wandb: true$" <<<"$resolved"; then
+  if grep -q "^  - wandb$" <<<"$resolved"; then
     [[ -z $extras || ,$extras, == *,wandb,* ]] ||
-      die "log.wandb=true needs the extra wandb on the workers; add it to --extras=$extras, or set log.wandb=false"
+      die "log.trackers=[wandb] needs the extra wandb on the workers; add it to --extras=$extras, or leave wandb out"
     [[ -n ${WANDB_API_KEY:-} ]] ||
-      die "log.wandb=true needs WANDB_API_KEY, which is not set here and is copied to the workers; set it, or log.wandb=false"
+      die "log.trackers=[wandb] needs WANDB_API_KEY, which is not set here and is copied to the workers; set it, or leave wandb out"
   fi
   run_dir=$(sed -n "s/^run_dir: //p" <<<"$resolved" | tr -d "'\"")
   [[ $run_dir == gs://?* ]] ||

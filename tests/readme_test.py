@@ -205,7 +205,7 @@ def test_the_overrides_on_the_page_about_other_libraries_are_accepted():
         r"`((?:algorithm|loss\.\w+)=[^`]+)`", page.split("\n### Values of")[1].split("\n## ")[0]
     )
     assert len(given) > 8
-    graders = "reward.graders=[{grader: exact}, {grader: kimi_length}]"
+    graders = "reward.grader=[{grader: exact}, {grader: kimi_length}]"
     for overrides in set(given) - {"algorithm=NAME"}:
         load_config("quickstart", [*re.split(r" (?=[\w.]+=)", overrides), graders])
 

@@ -80,6 +80,33 @@ def _options(key: str, default: str) -> Former:
     return Former(convert)
 
 
+def _part(key: str, usual: str) -> Former:
+    """A revision or a checkpoint, which is a part of the source today."""
+
+    def convert(value: Any, values: Values) -> Mapping[str, Any]:
+        return (
+            {}
+            if value == usual
+            else {key: f"{value_of(values, key, 'RUN' if usual else 'hf:ORG/NAME')}@{value}"}
+        )
+
+    return Former(convert)
+
+
+def _tracker(name: str) -> Former:
+    """A tracker, which is in a list today."""
+
+    def convert(value: Any, values: Values) -> Mapping[str, Any]:
+        return {"log.trackers": [*value_of(values, "log.trackers", []), name]} if value else {}
+
+    return Former(convert)
+
+
+def _keep_by(value: Any, values: Values) -> Mapping[str, Any]:
+    keep = value_of(values, "batch.keep", 0)
+    return {"batch.keep": {value: keep}} if keep and value != "shortest" else {}
+
+
 def _dual_clip(value: Any, values: Values) -> Mapping[str, Any]:
     return {} if value is None else _options("loss.objective", "clip").convert({"dual_clip": value}, values)
 
@@ -89,6 +116,13 @@ def _importance_cap(value: Any, values: Values) -> Mapping[str, Any]:
 
 
 FORMER = {
+    "log.tensorboard": _tracker("tensorboard"),
+    "log.wandb": _tracker("wandb"),
+    "reward.graders": Former(lambda value, values: {"reward.grader": value} if value else {}),
+    "batch.keep_by": Former(_keep_by),
+    "model.revision": _part("model.source", ""),
+    "model.checkpoint": _part("model.source", "last"),
+    "teacher.revision": _part("teacher.source", ""),
     "loss.options": _options("loss.objective", "clip"),
     "loss.select_options": _options("loss.select", "all"),
     "loss.dual_clip": Former(_dual_clip),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, NamedTuple, NoReturn, cast, get_args, get_origin
 
 from dapo_jax.hints import nearest
@@ -116,10 +116,10 @@ def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES
     Raises:
         ConfigError: the value is not allowed. The message names the key, the value and the remedy.
     """
-    if takes_mapping(expected) and isinstance(value, dict):
-        _check_mapping(key, value)
-        if get_origin(expected) is not dict:
-            value = _checked_name(key, value)
+    if isinstance(value, list):
+        expected = next((kind for kind in get_args(expected) if get_origin(kind) is list), expected)
+    if get_origin(expected) is UnionType and takes_mapping(expected) and isinstance(value, dict):
+        value = _checked_name(key, value, expected)
     elif get_origin(expected) is list:
         [kind] = get_args(expected)
         if not isinstance(value, list):
@@ -134,7 +134,7 @@ def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES
         _check_type(key, value, expected)
     if rules.range and isinstance(value, int | float) and not rules.range.holds(value):
         refuse(key, value, rules.range.needs, "change it, or leave the key out to keep its default")
-    if rules.choices and value not in rules.choices:
+    if rules.choices and isinstance(value, str) and value not in rules.choices:
         near = nearest(str(value), rules.choices)
         remedy = f"did you mean {near[0]}?" if near else "write one of them"
         refuse(key, value, " or ".join(rules.choices), remedy)
@@ -164,12 +164,18 @@ def named(value: str | Mapping[str, Any]) -> Named:
     return Named(name, options)
 
 
-def _checked_name(key: str, value: dict[str, Any]) -> str:
-    """Checks that a mapping has the form `{NAME: {OPTION: value}}`, and returns the name."""
+def _checked_name(key: str, value: dict[str, Any], expected: Any) -> str:
+    """Checks that a mapping has the form `{NAME: {OPTION: value}}`, or `{NAME: value}` for values of another type, and returns the name."""
+    _check_mapping(key, value)
     if len(value) != 1:
-        refuse(key, value, "one name with its options", "write for example {cispo: {cap: 5}}")
+        refuse(
+            key, value, "one name with its value", f"write one entry: {{{next(iter(value), 'NAME')}: ...}}"
+        )
     [(name, options)] = value.items()
-    if not isinstance(options, dict) or not options:
+    [(_, kind)] = [get_args(other) for other in get_args(expected) if get_origin(other) is dict]
+    if kind is not Any:
+        check_value(f"{key}.{name}", options, kind, _NO_RULES)
+    elif not isinstance(options, dict) or not options:
         refuse(f"{key}.{name}", options, "options", f"write the name alone: {key}={name}")
     return name
 

@@ -15,7 +15,8 @@ _NOTES = {
     "gradient_checkpointing enable_gradient_checkpointing": "none, full or dots",
     "peft_config use_peft": "and lora.alpha, lora.targets",
     "vllm_gpu_memory_utilization gpu_memory_utilization": "tokens, not a share of the memory; 0 uses all free memory",
-    "reward_weights": "each entry has its weight",
+    "model_revision teacher_model_revision": "a part of the source: hf:ORG/NAME@COMMIT",
+    "reward_weights": "a list, in which each entry has its weight",
     "gen_batch_size train_batch_size": "both count prompts, not responses",
     "ppo_micro_batch_size_per_gpu per_device_train_batch_size": "ours counts packed rows, and the updates do not depend on it",
     "gradient_accumulation_steps": "accumulation follows from the rows of one update",
@@ -51,7 +52,7 @@ _NOTES = {
     "warmup_ratio": "in steps, not as a share of the run",
     "betas": "and optimizer.beta2, each a number",
     "eval_strategy save_strategy": "a number of steps",
-    "report_to logger": "true or false; also log.tensorboard",
+    "report_to logger": "a list, such as [wandb, tensorboard]",
     "num_train_epochs total_epochs": "in steps: an epoch has prompts / batch.prompts_per_step of them, fewer with dynamic sampling",
 }
 NOTES = {alias: note for aliases, note in _NOTES.items() for alias in aliases.split()}

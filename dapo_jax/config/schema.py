@@ -37,18 +37,39 @@ CLIP = Range("more than 0 and at most 1", lambda v: 0 < v <= 1)
 DUAL_CLIP = Rules(range=Range("more than 1, or null (off)", lambda v: v > 1))
 
 
+class SourceParts(NamedTuple):
+    """The parts of a model's source."""
+
+    place: str
+    """The source without the other parts."""
+    revision: str = ""
+    """Branch, tag or commit of a model on the Hugging Face Hub."""
+    checkpoint: str = "last"
+    """The checkpoint of a run to load: last or best."""
+
+
+def source_parts(source: str) -> SourceParts:
+    """Splits `hf:ORG/NAME@COMMIT` and `RUN@best`.
+
+    >>> source_parts("runs/mine@best")
+    SourceParts(place='runs/mine', revision='', checkpoint='best')
+    """
+    place, _, part = source.rpartition("@")
+    if place.startswith("hf:"):
+        return SourceParts(place, revision=part)
+    return SourceParts(place, checkpoint=part) if place and part in ("last", "best") else SourceParts(source)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, at="model"):
     """The model: its source, tokenizer, dtype, attention implementation and gradient checkpointing."""
 
-    source: str = key("preset:tiny", not_empty=True, aliases="model_name_or_path model.path")
-    """The model: `preset:NAME` (random weights), `shipped:NAME` (included in the package), `hf:ORG/NAME` (from the Hugging Face Hub), or a model folder.
+    source: str = key("preset:tiny", not_empty=True, aliases="model_name_or_path model.path model_revision")
+    """The model: `preset:NAME` (random weights), `shipped:NAME` (included in the package), `hf:ORG/NAME` or `hf:ORG/NAME@COMMIT` (from the Hugging Face Hub), or a model folder.
+    COMMIT may also be a branch or a tag. A commit makes a run reproducible.
     A model folder contains config.json, tokenizer.json and model.safetensors. It is a local folder, or `gs://BUCKET/FOLDER` (needs the `gcs` extra). The folder of a run of `train` or `sft`
-    is possible too. The run then starts with that run's weights and tokenizer, at step 0 and with a new optimizer state."""
-    checkpoint: str = key("last", choices=["last", "best"])
-    """The checkpoint to load if `source` is a training run. last: the latest. best: of the saved checkpoints, the one with the highest evaluation score (see `checkpoint.keep_best`)."""
-    revision: str = key("", aliases="model_revision")
-    """Branch, tag or commit of a model on the Hugging Face Hub. If empty, the main branch is used. Set a commit to make a run reproducible."""
+    is possible too. The run then starts with that run's weights and tokenizer, at step 0 and with a new optimizer state. `RUN` loads the latest checkpoint of a training run. `RUN@best` loads
+    the saved checkpoint with the highest evaluation score (see `checkpoint.keep_best`)."""
     tokenizer: str = "byte"
     """Tokenizer for a preset: `byte`, or `char:ALPHABET`, which has one token per character of ALPHABET. All other models come with their own tokenizer."""
     compute_dtype: str = key("float32", choices=DTYPES, aliases="dtype torch_dtype bf16 fp16")
@@ -64,6 +85,11 @@ class ModelConfig(Section, at="model"):
         may_change=True,
     )
     """Gradient checkpointing: the backward pass recomputes activations instead of storing them. none recomputes nothing. full recomputes all activations. dots recomputes all activations except the results of matrix products."""
+
+    @property
+    def parts(self) -> SourceParts:
+        """The parts of `source`."""
+        return source_parts(self.source)
 
 
 LORA_TARGETS = (
@@ -164,7 +190,7 @@ class GraderConfig:
     """One of several graders, with its weight."""
 
     grader: str = key(not_empty=True)
-    """The grader, in the same form as `reward.grader`."""
+    """The grader, in the same form as a single `reward.grader`."""
     weight: float = key(1.0, range=Range("a number that is not 0", lambda v: v != 0))
     """Weight of this grader's reward in the sum of rewards. A negative weight turns the reward into a penalty."""
 
@@ -173,11 +199,12 @@ class GraderConfig:
 class RewardConfig(Section, at="reward"):
     """Grading of responses: the graders, the reward for each verdict, and the overlong penalty."""
 
-    grader: str = key("exact", not_empty=True, aliases="reward_funcs custom_reward_function")
+    grader: str | list[dict[str, Any]] = key(
+        "exact", not_empty=True, aliases="reward_funcs custom_reward_function reward_weights"
+    )
     """The grader: a name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k, math_verify), `reasoning_gym` (the task's own scorer),
-    `module:function`, `path/to/file.py:function`, or `judge:FILE.yaml` (a language model with an API). For a function written for TRL or verl, add the prefix `trl:` or `verl:`."""
-    graders: list[dict[str, Any]] = key(default_factory=list, aliases="reward_weights")
-    """List of graders to use instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of the graders' rewards.
+    `module:function`, `path/to/file.py:function`, or `judge:FILE.yaml` (a language model with an API). For a function written for TRL or verl, add the prefix `trl:` or `verl:`.
+    Or a list of graders, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is then the weighted sum of the graders' rewards.
     Only the first grader decides whether a response is correct. The other graders only shape the reward. kimi_length is a length reward, which needs another grader before it."""
     answer_marker: str = "="
     """The exact grader compares the text after the last answer marker in the response with the reference answer. If the marker is empty, the grader compares the whole response."""
@@ -196,10 +223,13 @@ class RewardConfig(Section, at="reward"):
         if self.correct <= self.incorrect:
             remedy = "raise it: a correct response must be worth more than a wrong one"
             self.refuse("correct", f"more than reward.incorrect = {self.incorrect}", remedy)
-        entries("reward.graders", self.graders, GraderConfig)
-        if self.graders and self.grader != RewardConfig.grader:
-            remedy = "reward.graders replaces it: put it into the list, or leave it out"
-            self.refuse("grader", "its default, with reward.graders", remedy)
+        if not isinstance(self.grader, str) and not self.graders:
+            self.refuse("grader", "a grader", "write its name, or leave the key out")
+
+    @property
+    def graders(self) -> list[GraderConfig]:
+        """The graders in a list. Empty for a single grader."""
+        return [] if isinstance(self.grader, str) else entries("reward.grader", self.grader, GraderConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,10 +335,9 @@ class BatchConfig(PackedRowsConfig):
     """Number of responses per prompt, G. (Section 4.1)"""
     groups_per_update: int = key(32, range=SIZE, aliases="ppo_mini_batch_size num_mini_batches")
     """Number of groups per optimizer update. With the defaults, an update has 32 x 16 = 512 responses, and a step has 16 updates. (Section 4.1)"""
-    keep: int = key(0)
-    """Number of responses of each group to train on (GFPO, https://arxiv.org/abs/2508.09726). The others are dropped before advantages and dynamic sampling. 0 means all responses."""
-    keep_by: str = key("shortest", choices=["shortest", "reward_per_token"], only_with="batch.keep")
-    """Which responses `keep` selects: the shortest ones, or those with the highest reward per token."""
+    keep: int | dict[str, int] = key(0, choices=["shortest", "reward_per_token"])
+    """Number of responses of each group to train on (GFPO, https://arxiv.org/abs/2508.09726). The others are dropped before advantages and dynamic sampling. 0 means all responses.
+    The shortest responses are kept. {reward_per_token: 8} keeps the 8 responses with the highest reward per token."""
 
     def check_together(self) -> None:
         step, update, size = self.prompts_per_step, self.groups_per_update, self.group_size
@@ -317,9 +346,19 @@ class BatchConfig(PackedRowsConfig):
             multiples = " or ".join(str(k * update) for k in (updates, updates + 1) if k)
             remedy = f"{step} = {updates} x {update} + {rest}: use {multiples}, or a batch.groups_per_update that divides {step}"
             self.refuse("prompts_per_step", f"a multiple of batch.groups_per_update = {update}", remedy)
-        if self.keep and not 2 <= self.keep < size:
+        if self.kept and not 2 <= self.kept < size:
             remedy = "advantages compare at least two responses: change it, or raise batch.group_size"
             self.refuse("keep", f"2 to {size - 1} with batch.group_size = {size}, or 0 (all)", remedy)
+
+    @property
+    def kept(self) -> int:
+        """Number of responses of each group to train on, or 0 for all."""
+        return self.keep if isinstance(self.keep, int) else next(iter(self.keep.values()))
+
+    @property
+    def kept_by(self) -> str:
+        """Which responses are kept: shortest or reward_per_token."""
+        return "shortest" if isinstance(self.keep, int) else next(iter(self.keep))
 
 
 class Correction(NamedTuple):
@@ -487,10 +526,8 @@ class AdvantageConfig(Section, at="advantage"):
 class TeacherConfig(Section, at="teacher"):
     """On-policy distillation: a teacher model scores the tokens that the policy sampled, and log(pi_teacher / pi_old) is the advantage of a token."""
 
-    source: str = key("", aliases="teacher_model_name_or_path")
+    source: str = key("", aliases="teacher_model_name_or_path teacher_model_revision")
     """The teacher, in the same form as `model.source`. It must have the same tokenizer as the policy. If empty, there is no teacher."""
-    revision: str = key("", aliases="teacher_model_revision")
-    """Branch, tag or commit of a teacher on the Hugging Face Hub. If empty, the main branch is used."""
     coef: float = key(1.0, range=POSITIVE)
     """Factor of the teacher's advantages, or of the divergence from the teacher."""
     kl: str = key("sampled", choices=["sampled", "full"])
@@ -579,10 +616,9 @@ class LogConfig(Section, at="log"):
     """Number of steps between logs of readable rollouts. Each log contains four groups. The first and the last step are also logged. If 0, no rollouts are logged."""
     profile_steps: list[int] = key(default_factory=list)
     """Steps to profile. Their xprof traces are written to `run_dir/profile`. Do not profile the first steps, because they spend most of their time on compilation."""
-    tensorboard: bool = False
-    """Write TensorBoard events (needs the `tensorboard` extra). Not available if the run folder is in a bucket."""
-    wandb: bool = key(False, aliases="report_to logger")
-    """Log to Weights & Biases (needs the `wandb` extra). The environment variable WANDB_PROJECT sets the project; the default is `dapo_jax`."""
+    trackers: list[str] = key(default_factory=list, aliases="report_to logger")
+    """Trackers that receive the metrics of each step. tensorboard writes events (needs the `tensorboard` extra; not in a bucket). wandb logs to Weights & Biases (needs the `wandb`
+    extra); the environment variable WANDB_PROJECT sets the project, by default `dapo_jax`. `module:Class` or `path/to/file.py:Class` is a class of your own with the methods `log(step, metrics)` and `close()`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -741,8 +777,8 @@ class TrainConfig(RunConfig):
         if environment.source and self.parallel.sampler_hosts > 1:
             remedy = "processes that share a sampler run its programs together, but environments do not answer together: set parallel.sampler_hosts=1"
             self.refuse("environment.source", "a sampler for each process", remedy)
-        if environment.source and (self.reward.graders or self.reward.grader != RewardConfig.grader):
-            remedy = "the environment supplies the rewards: leave reward.grader and reward.graders out"
+        if environment.source and self.reward.grader != RewardConfig.grader:
+            remedy = "the environment supplies the rewards: leave reward.grader out"
             self.refuse("environment.source", "no reward.grader", remedy)
         if self.dynamic_sampling.enabled:
             self._check_waves()
@@ -756,21 +792,21 @@ class TrainConfig(RunConfig):
             self._check_teacher()
 
     def _check_advantages(self) -> None:
-        advantage, size = self.advantage, self.batch.keep or self.batch.group_size
+        advantage, size = self.advantage, self.batch.kept or self.batch.group_size
         baseline, scale, most = advantage.baseline, advantage.scale, advantage.best_of
         if baseline != "none" and size == 1:
             remedy = "one response cannot be compared with others: set it to none, or raise batch.group_size"
             self.refuse("advantage.baseline", "none with batch.group_size = 1", remedy)
         if most > size:
-            name = "batch.keep" if self.batch.keep else "batch.group_size"
+            name = "batch.keep" if self.batch.kept else "batch.group_size"
             self.refuse("advantage.best_of", f"at most {name} = {size}", "lower it, or raise the other")
         for name, value, used in (("scale", scale, scale == "group_mean"), ("best_of", most, most > 1)):
             if used and self.reward.incorrect < 0:
                 remedy = "negative rewards would turn the sign of advantages or enter the best of k: set reward.incorrect=0"
                 self.refuse("reward.incorrect", f"0 or more with advantage.{name} = {value!r}", remedy)
         if advantage.rewards == "apart" and len(self.reward.graders) < 2:
-            remedy = "list the graders in reward.graders, or set it to summed"
-            self.refuse("advantage.rewards", "two reward.graders or more for 'apart'", remedy)
+            remedy = "write a list in reward.grader, or set it to summed"
+            self.refuse("advantage.rewards", "two graders or more for 'apart'", remedy)
         by_turn = [("group_mean", each, "summed", 1) for each in ("group_std", "none")]
         if self.environment.credit == "turn" and (baseline, scale, advantage.rewards, most) not in by_turn:
             needs = "episode, unless advantage.baseline = 'group_mean', advantage.scale is 'group_std' or 'none', and best_of = 1"
@@ -791,7 +827,7 @@ class TrainConfig(RunConfig):
             ("dynamic_sampling.enabled", self.dynamic_sampling.enabled, "false"),
             ("environment.credit", self.environment.credit == "turn", "episode"),
             ("advantage.rewards", self.advantage.rewards == "apart", "summed"),
-            ("batch.keep_by", self.batch.keep_by == "reward_per_token", "shortest"),
+            ("batch.keep", self.batch.kept_by == "reward_per_token", "a number"),
         ):
             if by_reward and not self.teacher.rewards:
                 remedy = f"rewards are not learnt, and all groups are trained on: set it to {needs}, or teacher.rewards=true"

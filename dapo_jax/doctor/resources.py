@@ -19,7 +19,7 @@ from dapo_jax.run.run_dir import check_run_dir, checked_folder
 from dapo_jax.run.sources import with_adapters
 from dapo_jax.storage import in_bucket
 from dapo_jax.storage.locks import LockedError, check_free
-from dapo_jax.trackers import check_trackers, wandb_mode, wandb_project
+from dapo_jax.trackers import check_trackers, tracker_classes
 
 CROWDED = 0.8
 """Fraction of memory above which the memory check warns, because it does not count activations."""
@@ -114,10 +114,8 @@ def run_dir(subject: Subject) -> Found:
 
 def metrics(subject: Subject) -> Found:
     """Checks that metrics can be sent to the configured services."""
-    log = subject.config.log
-    check_trackers(log)
-    if not log.wandb:
-        return Found("metrics.jsonl" + (" and TensorBoard" if log.tensorboard else ""))
-    if (mode := wandb_mode()) != "online":
-        return Found(f"Weights & Biases, with WANDB_MODE={mode}")
-    return Found(f"Weights & Biases, project {wandb_project()}; an API key was found but not tested")
+    config = subject.config
+    check_trackers(config.log, config.run_dir)
+    classes = tracker_classes(config.log).items()
+    also = [getattr(tracker, "described", lambda name=name: name)() for name, tracker in classes]
+    return Found(", ".join(["metrics.jsonl", *also]))

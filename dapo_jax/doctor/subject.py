@@ -6,6 +6,7 @@ from functools import cached_property, partial
 
 from dapo_jax.config import DataConfig, ModelConfig, TrainConfig
 from dapo_jax.config.keys import prefixed
+from dapo_jax.config.schema import source_parts
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.prompts import PromptSource
 from dapo_jax.models.hub import look_up
@@ -45,7 +46,9 @@ class Subject:
         model, size, skipped = self.config.model, 0, 0
         with prefixed(f"model.source={model.source!r}"):
             if model.source.startswith("hf:"):
-                folder, size = look_up(model.source.removeprefix("hf:"), revision=model.revision or None)
+                folder, size = look_up(
+                    model.parts.place.removeprefix("hf:"), revision=model.parts.revision or None
+                )
                 return (*description_of(ModelConfig(source=str(folder))), size, skipped)
             source = source_of(model)
             whole = source.is_whole_run
@@ -68,11 +71,12 @@ class Subject:
         """The run's plan for this machine's devices, computed from shapes without compiling."""
         model, folder = self.config.model, self.described[2]
         if folder is not None:  # given a hub name, `plan` would use the shapes of a preset
-            model = replace(model, source=str(folder), revision="", checkpoint="last")
+            model = replace(model, source=str(folder))
         teacher = self.config.teacher
         if teacher.source.startswith("hf:"):
-            folder, _ = look_up(teacher.source.removeprefix("hf:"), revision=teacher.revision or None)
-            teacher = replace(teacher, source=str(folder), revision="")
+            place, revision, _ = source_parts(teacher.source)
+            folder, _ = look_up(place.removeprefix("hf:"), revision=revision or None)
+            teacher = replace(teacher, source=str(folder))
         return plan(replace(self.config, model=model, teacher=teacher), assumed=Assumptions(informative=1.0))
 
     @cached_property

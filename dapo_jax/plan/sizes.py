@@ -25,7 +25,7 @@ def decoder_of(model: ModelConfig, *, section: str = "model") -> DecoderConfig:
 
     Hub models are looked up among the presets. An unknown preset, folder or repository raises ConfigError, which names the `section`.
     """
-    kind, _, name = model.source.partition(":")
+    kind, _, name = model.parts.place.partition(":")
     try:
         if kind == "hf":
             if known := _REPOSITORIES.get(name.lower()):

@@ -115,7 +115,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions, *, recurrent: bool = 
     prompts, waves = _sampled(config, assumed.informative, notes)
     again = prompts * batch.group_size * (prompt + mean / 2)
     reprefills = _reprefills(config, assumed.turns, again, notes, recurrent=recurrent)
-    kept = batch.keep or batch.group_size
+    kept = batch.kept or batch.group_size
     per_update, rows = batch.groups_per_update * kept, batch.rows_per_microbatch
     packed = math.ceil(per_update * (prompt + mean) / config.row_tokens)
     longest_per_row = max(1, config.row_tokens // (prompt_limit + limit))

@@ -242,7 +242,7 @@ def tokenizer_of(run: RunFiles) -> Tokenizer | None:
     if run.config is None:
         return None
     model = run.config.model
-    kind, _, name = model.source.partition(":")
+    kind, _, name = model.parts.place.partition(":")
     if kind == "preset":
         return named_tokenizer(model.tokenizer)
     try:
@@ -251,9 +251,11 @@ def tokenizer_of(run: RunFiles) -> Tokenizer | None:
             folder = Path(str(resources.files("dapo_jax"))) / "assets" / name
         elif kind == "hf":
             hub = importlib.import_module("huggingface_hub")
-            folder = Path(hub.snapshot_download(name, local_files_only=True, revision=model.revision or None))
+            folder = Path(
+                hub.snapshot_download(name, local_files_only=True, revision=model.parts.revision or None)
+            )
         else:
-            folder = path_of(model.source)
+            folder = path_of(model.parts.place)
             folder = folder / "model" if (folder / "config.yaml").is_file() else folder  # a run
         return load_tokenizer(folder)
     except Exception:  # without a tokenizer, the page only lacks token boundaries

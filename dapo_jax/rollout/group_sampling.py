@@ -112,7 +112,7 @@ class GroupSampling:
             enabled=dynamic.enabled,
             trains_fewer=dynamic.on_shortfall == "train_fewer",
             keeps_surplus=self._in_rounds or dynamic.surplus == "carry",
-            best=lambda group: group.best(config.batch.keep, by=config.batch.keep_by),
+            best=lambda group: group.best(config.batch.kept, by=config.batch.kept_by),
         )
 
     def groups(self, weights: PyTree, collector: Collector) -> Iterator[Group]:

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig, RewardConfig, TrainConfig
 from dapo_jax.config.keys import prefixed
-from dapo_jax.config.schema import GraderConfig
-from dapo_jax.config.section import entries
 from dapo_jax.environments import Environment, Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.worker_environment import WorkerEnvironment
@@ -150,18 +148,18 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
             reward = load_reward(function, answer_marker=config.answer_marker)
         return ConfiguredGrader(reward, spec if isinstance(spec, str) else None, weight)
 
-    if reward is None and not config.graders:
+    if reward is None and isinstance(config.grader, str):
         graders = [loaded("reward.grader", config.grader)]
     elif reward is None:
-        listed = entries("reward.graders", config.graders, GraderConfig)
-        graders = [loaded(f"reward.graders[{n}].grader", g.grader, g.weight) for n, g in enumerate(listed)]
+        listed = enumerate(config.graders)
+        graders = [loaded(f"reward.grader[{n}].grader", g.grader, g.weight) for n, g in listed]
     elif callable(reward):
         graders = [loaded("reward", reward)]
     else:
         graders = [loaded(f"reward[{n}]", *pair) for n, pair in enumerate(weighted(reward))]
     if graders[0].loaded.function is kimi_length:
         raise ConfigError(
-            "kimi_length needs another grader before it, for example reward.graders=[{grader: math}, {grader: kimi_length, weight: 0.5}]"
+            "kimi_length needs another grader before it, for example reward.grader=[{grader: math}, {grader: kimi_length, weight: 0.5}]"
         )
     return graders
 

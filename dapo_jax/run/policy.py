@@ -147,7 +147,7 @@ def load_policy(
     """
     with prefixed(f"{section}.source={model.source!r}"):
         source = source_of(model, weights=weights)
-        lora = _adapters(source, lora, model.source)
+        lora = _adapters(source, lora, model.parts.place)
         decoder, tokenizer, folder = source.read(
             partial(description_of, weights=weights and not source.is_whole_run)
         )
@@ -160,8 +160,8 @@ def load_policy(
             params=trained,
             tokenizer=tokenizer,
             frozen=frozen,
-            base=source.base.source,
-            revision=source.base.revision,
+            base=source.base.parts.place,
+            revision=source.base.parts.revision,
             folder=folder,
         )
         if not weights:
@@ -233,18 +233,18 @@ class _WeightLoader:
         shapes = jax.eval_shape(partial(rounded_to, self.dtype), policy.params) if whole else policy.params
         check, rows = check_of_readers(self.source.run, policy.folder), policy.decoder.vocab_size
         target, restored = TrainState(_structs(shapes, self.shardings), None), None
-        with Checkpointer(path_of(model.source) / "checkpoints") as checkpointer:
+        with Checkpointer(path_of(model.parts.place) / "checkpoints") as checkpointer:
             folder = checkpointer.folder
             restore = partial(checkpointer.restore, target, rows=rows, check=check, part=True)
             with prefixed("the run cannot be used", CheckpointError, OSError):
-                if model.checkpoint == "last":
+                if model.parts.checkpoint == "last":
                     restored = checkpointer.restore_last(
                         restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)
                     )
                 elif best := json.loads(broadcast_from_first(json.dumps(checkpointer.best()).encode())):
                     restored = restore(best[0])
                 if restored is None:
-                    kind = "with an evaluation score " if model.checkpoint == "best" else ""
+                    kind = "with an evaluation score " if model.parts.checkpoint == "best" else ""
                     raise ValueError(f"there is no checkpoint {kind}in {folder} yet")
                 digest = hashlib.sha256(file_bytes(folder / str(restored.step) / MANIFEST)).hexdigest()
         name, params = f"step {restored.step} (sha256 {digest[:12]}...)", restored.state.params
@@ -283,7 +283,7 @@ def find_policy(
     mesh: jax.sharding.Mesh | None = None,
     shares: Callable[[nnx.State], bool] = lambda frozen: False,
 ) -> Policy:
-    """Loads the policy from a model, or from the latest checkpoint of a run. `source` is a `model.source`.
+    """Loads the policy from a model, or from a checkpoint of a run. `source` is a `model.source`.
 
     The weights are sharded over `mesh`. Without a `mesh`, a model is placed on the default device, but the policy of a run is sharded over all devices.
     For `shares`, see `load_policy`.

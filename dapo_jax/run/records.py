@@ -13,7 +13,7 @@ from dapo_jax.run.observers import TokenRatios
 from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.run.training_pass import ResponseAdvantages
 from dapo_jax.storage import AnyPath, in_bucket, write_whole
-from dapo_jax.trackers import MultiTracker, TensorBoardTracker, Tracker, WandbTracker
+from dapo_jax.trackers import MultiTracker, Tracker, opened, tracker_classes
 from dapo_jax.trackers.json_lines import JsonlTracker, read_metrics
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS, Decode, format_rollouts, write_rollouts
 
@@ -67,20 +67,10 @@ class Records(AbstractContextManager):
             ) from error
         with ExitStack() as undo:
             undo.callback(lambda: MultiTracker(trackers).close())
-            if config.log.tensorboard:
-                trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step=resume_step))
-            if config.log.wandb:
-                trackers.append(self._wandb(config))
+            for tracker in tracker_classes(config.log).values():
+                trackers.append(opened(tracker, run_dir, resume_step=resume_step, config=to_yaml(config)))
             undo.pop_all()
         self._trackers = MultiTracker(trackers)
-
-    def _wandb(self, config: TrainConfig) -> WandbTracker:
-        """Opens the W&B run whose id is stored in the run's folder, so that a resumed run continues its W&B run. Without an id, opens a new W&B run."""
-        kept = self._run_dir / "wandb_run_id"
-        run_id = kept.read_text().strip() if kept.exists() else None
-        tracker = WandbTracker(self._run_dir, run_id, {"yaml": to_yaml(config)})
-        write_whole(kept, tracker.run_id.encode())
-        return tracker
 
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Writes the metrics of one step."""

@@ -14,17 +14,17 @@ from etils import epath
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.keys import prefixed
 from dapo_jax.config.loading import changed_keys
-from dapo_jax.config.schema import FREE_TO_CHANGE
+from dapo_jax.config.schema import FREE_TO_CHANGE, source_parts
 from dapo_jax.hints import nearest
 from dapo_jax.parallel.together import all_gather_bytes, by_first
 from dapo_jax.run.prompt_sets import with_template_date
 from dapo_jax.storage import AnyPath, check_access, entries, in_bucket, locks, path_of
 from dapo_jax.storage.locks import Lock, LockedError, Lost, take
-from dapo_jax.trackers import check_trackers
+from dapo_jax.trackers import TensorBoardTracker, WandbTracker, check_trackers, tracker_classes
 
 OF_A_RUN = {
-    locks.NAME, "config.yaml", "metrics.jsonl", "report.html", "status.json", "wandb_run_id", "checkpoints", "evaluations",
-    "metrics", "model", "post_mortem", "profile", "rollouts", "tensorboard", "wandb",
+    locks.NAME, "config.yaml", "metrics.jsonl", "report.html", "status.json", "checkpoints", "evaluations", "metrics", "model",
+    "post_mortem", "profile", "rollouts", *TensorBoardTracker.FILES, *WandbTracker.FILES,
 }  # fmt: skip
 """Names of all files and folders in a run's folder, including the page of `dapo-jax report`."""
 
@@ -62,7 +62,7 @@ def claim_run_dir(
     taken: list[Lock] = []
 
     def checked() -> bytes:
-        check_trackers(config.log)  # must come before locking, which creates the folder
+        check_trackers(config.log, config.run_dir)  # must come before locking, which creates the folder
         folder = checked_folder(config.run_dir, key="run_dir", write=True)
         # The checks below need the lock, because another run could be writing to the folder.
         taken.append(held.enter_context(locked(folder, value=config.run_dir, key="run_dir", lost=lost)))
@@ -98,11 +98,6 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
     """
     if resume and overwrite:
         raise ConfigError("resume=True continues a run, but overwrite=True removes it; set only one of them")
-    if config.log.tensorboard and in_bucket(run_dir):
-        raise ConfigError(
-            f"log.tensorboard=true with run_dir={config.run_dir}: TensorBoard appends to files, which is not possible in a bucket; set "
-            "log.tensorboard=false, and log.wandb=true if you need charts"
-        )
     for name in ("checkpoints", "evaluations", "model", "rollouts"):
         if not (run_dir / name).is_dir() and os.path.lexists(run_dir / name):
             raise ConfigError(
@@ -118,7 +113,10 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
                     f"overwrite=True with run_dir={config.run_dir}: {key}.source={source} needs this folder, which would be removed; "
                     "choose another run_dir"
                 )
-        if strange := [entry.name for entry in entries(run_dir) if entry.name not in OF_A_RUN]:
+        known = OF_A_RUN.union(
+            *(getattr(tracker, "FILES", ()) for tracker in tracker_classes(config.log).values())
+        )
+        if strange := [entry.name for entry in entries(run_dir) if entry.name not in known]:
             raise ConfigError(
                 f"overwrite=True with run_dir={config.run_dir}: it contains {strange[0]!r}, which was not written by a run; move it "
                 "away, or choose another run_dir"
@@ -155,10 +153,10 @@ def _absolute(path: str) -> str:
 def _origins(source: str) -> list[str]:
     """Returns the absolute paths of a source and, if it is a run, of the runs and the model from which it started."""
     origins = list[str]()
-    while (path := _absolute(source)) not in origins:
+    while (path := _absolute(source_parts(source).place)) not in origins:
         origins.append(path)
         with suppress(ValueError):  # loading the source will raise this error with its key
-            kept = path_of(source) / "config.yaml"
+            kept = path_of(path) / "config.yaml"
             if kept.is_file() and (kept.parent / "checkpoints").is_dir():
                 source = load_config(kept).model.source
     return origins

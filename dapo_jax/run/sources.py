@@ -18,6 +18,7 @@ from dapo_jax.config import (
     load_evaluation,
 )
 from dapo_jax.config.keys import prefixed
+from dapo_jax.config.schema import source_parts
 from dapo_jax.models.adapter_folder import ADAPTER_CONFIG, is_adapter, read_adapter
 from dapo_jax.models.folder import CONFIG, read_config
 from dapo_jax.models.hub import download
@@ -75,7 +76,7 @@ def source_of(model: ModelConfig, *, weights: bool = False) -> Source:
     """Resolves `model.source`. A run may have started from another run, so its base model is the model from which the first of these runs started.
 
     Args:
-        model: its `source` and `checkpoint` are used.
+        model: its `source` is used.
         weights: whether to download the weights of an adapter that is on the hub.
 
     Raises:
@@ -90,9 +91,9 @@ def source_of(model: ModelConfig, *, weights: bool = False) -> Source:
             raise ValueError(f"the run {run.run_dir} started from itself: restore its first model.source")
         runs.append(run)
         base = run.model
-    if not runs and model.checkpoint != "last":
+    if not runs and model.parts.checkpoint != "last":
         raise ValueError(
-            f"model.checkpoint={model.checkpoint} needs a training run, whose folder contains `checkpoints`: leave it out, or name a run"
+            f"@{model.parts.checkpoint} needs a training run, whose folder contains `checkpoints`: leave it out, or name a run"
         )
     source = _of_model(base, weights=weights)
     if not runs:
@@ -104,8 +105,8 @@ def _opened(model: ModelConfig) -> tuple[ModelConfig, TrainConfig | None]:
     """Returns the model, and its configuration if it is a training run. The folder of a warm start is replaced with its model folder."""
     if model.source.startswith(_NAMED):
         return model, None
-    _check_prefix(model.source)
-    folder = path_of(model.source)
+    _check_prefix(model.parts.place)
+    folder = path_of(model.parts.place)
     if not (folder / "config.yaml").is_file() or (folder / CONFIG).is_file() or is_adapter(folder):
         return model, None
     if (folder / "checkpoints").is_dir():
@@ -130,7 +131,9 @@ def _of_model(model: ModelConfig, *, weights: bool) -> Source:
     is_source = name.startswith(("shipped:", "hf:")) or in_bucket(name) or path_of(name).is_dir()
     if not is_source and not _ON_HUB.fullmatch(name):
         raise ValueError(_no_base(key, "there is no such folder"))
-    base = replace(model, source=name if is_source else f"hf:{name}", revision=adapter.revision)
+    source = name if is_source else f"hf:{name}"
+    on_hub = source.startswith("hf:") and adapter.revision
+    base = replace(model, source=f"{source}@{adapter.revision}" if on_hub else source)
     return Source(base, adapter.shape, file, key=key)
 
 
@@ -144,6 +147,7 @@ def run_at(source: str) -> AnyPath | None:
     Raises:
         ConfigError: the folder cannot be read, or is neither a run nor a model.
     """
+    source = source_parts(source).place
     _check_prefix(source)
     folder = checked_folder(source, key="model", write=False)
     saved = any((folder / name).is_dir() for name in ("checkpoints", "model"))
@@ -187,7 +191,7 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
     Raises:
         ValueError: the model does not exist, the hub or the bucket cannot be reached, or the source is a file.
     """
-    kind, _, name = model.source.partition(":")
+    kind, _, name = model.parts.place.partition(":")
     if kind == "shipped":
         assets = Path(str(resources.files("dapo_jax"))) / "assets"
         shipped = sorted(path.name for path in assets.iterdir() if path.is_dir()) if assets.is_dir() else []
@@ -195,8 +199,8 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
             raise ValueError(f"there is no shipped model {name!r}; available: {', '.join(shipped)}")
         return assets / name
     if kind == "hf":
-        return download(name, revision=model.revision or None, weights=weights)
-    folder = path_of(model.source)
+        return download(name, revision=model.parts.revision or None, weights=weights)
+    folder = path_of(model.parts.place)
     if folder.suffix == ".gguf":
         raise ValueError("a GGUF file is not a model folder; convert it with `dapo-jax convert FILE FOLDER`")
     if folder.suffix in PICKLED and not folder.is_dir():

@@ -12,9 +12,8 @@ from dapo_jax.training.update import Model
 
 
 def teacher_of(config: TrainConfig) -> ModelConfig:
-    """Returns the teacher's model: the `model` section with `teacher.source`, `teacher.revision` and the last checkpoint."""
-    teacher = config.teacher
-    return replace(config.model, source=teacher.source, revision=teacher.revision, checkpoint="last")
+    """Returns the teacher's model: the `model` section with `teacher.source`."""
+    return replace(config.model, source=config.teacher.source)
 
 
 def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:

@@ -1,23 +1,28 @@
-"""Metrics trackers: JSON lines are always written, TensorBoard and Weights & Biases are optional.
+"""Metrics trackers: JSON lines are always written, the trackers in `log.trackers` are optional.
 
-A tracker receives one dict of numbers per step. The package of an optional tracker is imported when the tracker is created.
+A tracker receives one dict of numbers per step. The package of an optional tracker is imported when the tracker is created. A tracker of your own is a class with
+the methods of `Tracker`. Its constructor may have any of the parameters `run_dir`, `resume_step` and `config` (see `opened`). It may also have these members:
+`FILES`, the names of its files in the run's folder, `check(run_dir)`, which raises a ValueError if the tracker cannot be opened, and `described()`, a line for `dapo-jax doctor`.
 """
 
 import importlib.util
+import inspect
 import math
 import netrc
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
-from dapo_jax.config import ConfigError, LogConfig
-from dapo_jax.hints import how_to_install
-from dapo_jax.storage import in_bucket, path_of
+from dapo_jax.config import LogConfig
+from dapo_jax.config.keys import prefixed
+from dapo_jax.hints import did_you_mean, how_to_install
+from dapo_jax.rewards.functions import load_function
+from dapo_jax.storage import AnyPath, in_bucket, path_of, write_whole
 from dapo_jax.trackers.json_lines import JsonlTracker, read_metrics, writing
 
 __all__ = ["JsonlTracker", "MultiTracker", "TensorBoardTracker", "Tracker", "WandbTracker", "read_metrics"]
@@ -40,7 +45,7 @@ class TensorBoardTracker:
     tensorboardX's `SummaryWriter` is not used, because its queue blocks forever after a full disk has terminated its writer thread.
 
     Args:
-        folder: the TensorBoard log directory; created if needed.
+        run_dir: the events are written to RUN_DIR/tensorboard.
         resume_step: the step of the checkpoint from which a run resumes. TensorBoard then ignores later steps in earlier event files.
             None means a new run.
 
@@ -49,11 +54,13 @@ class TensorBoardTracker:
         OSError: the event file cannot be written; the message names the folder.
     """
 
-    def __init__(self, folder: str | PathLike[str], resume_step: int | None = None) -> None:
+    FILES = ("tensorboard",)
+
+    def __init__(self, run_dir: str | PathLike[str], resume_step: int | None = None) -> None:
         files = importlib.import_module("tensorboardX.event_file_writer")
         records = importlib.import_module("tensorboardX.record_writer")
         self._events = importlib.import_module("tensorboardX.proto.event_pb2")
-        self.folder = str(folder)
+        self.folder = os.path.join(run_dir, "tensorboard")
         records.directory_check(self.folder)
         # The default name has a timestamp in whole seconds, so a resume within the same second would overwrite the previous file.
         suffix = f".{os.getpid()}.{time.time_ns()}"
@@ -61,6 +68,15 @@ class TensorBoardTracker:
         self._closed = False
         if resume_step is not None:
             self._write(step=resume_step + 1, session_log={"status": "START"})
+
+    @staticmethod
+    def check(run_dir: str) -> None:
+        """Raises ValueError if the package is missing, or the run is in a bucket."""
+        _check_package("tensorboard", "tensorboardX")
+        if in_bucket(run_dir):
+            raise ValueError(
+                f"run_dir={run_dir}: TensorBoard appends to files, which is not possible in a bucket; use wandb if you need charts"
+            )
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Writes one scalar per metric. Values that are nan or infinite are left out, so TensorBoard shows gaps."""
@@ -88,33 +104,50 @@ class WandbTracker:
     Args:
         run_dir: wandb stores its files in RUN_DIR/wandb, and the name of RUN_DIR becomes the run's name. For a run in a bucket,
             the files are in WANDB_DIR or, if it is not set, in ./wandb.
-        run_id: `WandbTracker.run_id` of the run to continue, or None to start a new run.
-        config: the resolved configuration, shown with the charts.
+        config: the configuration as YAML, shown with the charts.
+
+    The file wandb_run_id in RUN_DIR has the id of the W&B run. A resumed run continues the charts of this id.
 
     Raises:
         ImportError: wandb (`wandb` extra) is not installed.
     """
 
-    def __init__(self, run_dir: str | PathLike[str], run_id: str | None, config: Mapping[str, Any]) -> None:
+    FILES = ("wandb", "wandb_run_id")
+
+    def __init__(self, run_dir: str | PathLike[str], config: str = "") -> None:
         wandb = importlib.import_module("wandb")
         folder = path_of(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / "wandb_run_id"
+        run_id = kept.read_text().strip() if kept.exists() else None
         self._run = wandb.init(
             project=wandb_project(),
             dir=None if in_bucket(folder) else str(folder),
             id=run_id,
             name=folder.name if in_bucket(folder) else folder.resolve().name,
             resume=None if run_id is None else "allow",
-            config=dict(config),
+            config={"yaml": config},
             settings=wandb.Settings(console="off"),  # otherwise wandb logs every redraw of the live view
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
+        write_whole(kept, self._run.id.encode())
 
-    @property
-    def run_id(self) -> str:
-        """The id of the wandb run. A resumed run passes this id to `WandbTracker` to continue the same charts."""
-        return self._run.id
+    @staticmethod
+    def check(run_dir: str) -> None:
+        """Raises ValueError if the package or an API key is missing."""
+        _check_package("wandb", "wandb")
+        if wandb_mode() == "online" and not has_wandb_key():
+            raise ValueError(
+                "needs a Weights & Biases API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+            )
+
+    @staticmethod
+    def described() -> str:
+        """Returns the project, or the mode."""
+        if (mode := wandb_mode()) != "online":
+            return f"Weights & Biases, with WANDB_MODE={mode}"
+        return f"Weights & Biases, project {wandb_project()}; an API key was found but not tested"
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Queues the metrics of one step, which wandb sends in the background."""
@@ -143,21 +176,57 @@ class MultiTracker:
                 stack.callback(tracker.close)
 
 
-def check_trackers(log: LogConfig) -> None:
+BUILT_IN: dict[str, Callable[..., Tracker]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+"""The trackers of this package, by the names that `log.trackers` accepts."""
+
+
+def tracker_classes(log: LogConfig) -> dict[str, Callable[..., Tracker]]:
+    """Returns the classes in `log.trackers` by their names.
+
+    Raises:
+        ConfigError: there is no such tracker.
+    """
+    found = dict[str, Callable[..., Tracker]]()
+    for name in log.trackers:
+        with prefixed("log.trackers"):
+            if name not in BUILT_IN and ":" not in name:
+                raise ValueError(
+                    f"no tracker is named {name!r}; {did_you_mean(name, BUILT_IN)}, or write my.py:Class"
+                )
+            found[name] = BUILT_IN[name] if name in BUILT_IN else load_function(name)
+    return found
+
+
+def check_trackers(log: LogConfig, run_dir: str) -> None:
     """Checks that the configured trackers can be opened, without opening them.
 
     Raises:
-        ConfigError: a package or an API key is missing; the message contains the remedy.
+        ConfigError: there is no such tracker, or its `check` failed; the message contains the remedy.
     """
-    for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
-        if getattr(log, name) and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"log.{name}=true needs the package {package}, which is not installed: {how_to_install(name)}, or set log.{name}=false"
-            )
-    if log.wandb and wandb_mode() == "online" and not has_wandb_key():
-        raise ConfigError(
-            "log.wandb=true needs a Weights & Biases API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
-        )
+    for name, tracker in tracker_classes(log).items():
+        with prefixed(f"log.trackers={name}"):
+            getattr(tracker, "check", lambda run_dir: None)(run_dir)
+
+
+def opened(
+    tracker: Callable[..., Tracker], run_dir: AnyPath, *, resume_step: int | None, config: str
+) -> Tracker:
+    """Opens a tracker. Its constructor gets the other arguments whose names are among its parameters.
+
+    Args:
+        tracker: a class, or a function that returns a tracker.
+        run_dir: the run's folder.
+        resume_step: the step from which the run resumes, or None for a new run.
+        config: the run's configuration as YAML.
+    """
+    arguments = {"run_dir": run_dir, "resume_step": resume_step, "config": config}
+    names = inspect.signature(tracker).parameters
+    return tracker(**{name: value for name, value in arguments.items() if name in names})
+
+
+def _check_package(extra: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"needs the package {package}, which is not installed: {how_to_install(extra)}")
 
 
 def wandb_mode() -> str:

@@ -23,7 +23,7 @@ ENTRIES: dict[str, type] = {
     "data.few_shot": ExampleConfig,
     "data.mixture": config.SourceConfig,
     "eval.datasets": config.SourceConfig,
-    "reward.graders": config.GraderConfig,
+    "reward.grader": config.GraderConfig,
 }
 """Keys that hold a list of mappings -> what each mapping may have."""
 
@@ -80,7 +80,6 @@ def sections(schema: type, name: str = "", default: Mapping[str, Any] | None = N
         if dataclasses.is_dataclass(hints[field.name]):
             yield from sections(hints[field.name], inner, vars(default[field.name]))
         elif inner in ENTRIES:
-            assert default[field.name] == [], f"{inner} is described as a list"
             entry = ENTRIES[inner]
             yield Section(
                 name=f"{inner}[]", schema=entry, keys=tuple(_keys(entry, f"{inner}[]", _defaults(entry)))

@@ -21,7 +21,7 @@ from dapo_jax.config.reading import read_yaml
 from dapo_jax.config.section import leaf_types
 from dapo_jax.dapo import objectives, selections
 
-GRADERS = "reward.graders=[{grader: exact}, {grader: math, weight: 0.5}]"
+GRADERS = "reward.grader=[{grader: exact}, {grader: math, weight: 0.5}]"
 NEEDS = {"gdpo": [GRADERS], "opd": ["teacher.source=shipped:quickstart"]}
 """The two algorithms that need a key which only the user can give."""
 

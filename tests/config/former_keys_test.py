@@ -6,6 +6,7 @@ import pytest
 
 from dapo_jax.config import ConfigError, TrainConfig, load_config
 from dapo_jax.config.former_keys import FORMER, converted_leaves, has, value_of
+from dapo_jax.config.keys import shown
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.config.reading import read_yaml, write_yaml
 from dapo_jax.config.section import leaf_types
@@ -23,6 +24,16 @@ guard: {max_mismatch_kl: 0.1, on_mismatch: stop} -> guard: {max_mismatch_kl: 0.1
 guard: {max_mismatch_kl: 0.1, on_mismatch: warn} -> guard: {max_mismatch_kl: null}
 checkpoint: {grace_s: 3.0} -> {}
 reward: {on_nonfinite: lost} -> {}
+model: {source: hf:org/name, revision: abc} -> model: {source: hf:org/name@abc}
+model: {source: hf:org/name, revision: ""} -> model: {source: hf:org/name}
+model: {source: runs/x, checkpoint: best} -> model: {source: runs/x@best}
+{teacher: {source: hf:org/name, revision: abc}, dynamic_sampling: {enabled: false}} -> {teacher: {source: hf:org/name@abc}, dynamic_sampling: {enabled: false}}
+reward: {graders: [{grader: math}]} -> reward: {grader: [{grader: math}]}
+batch: {keep: 8, keep_by: reward_per_token} -> batch: {keep: {reward_per_token: 8}}
+batch: {keep: 8, keep_by: shortest} -> batch: {keep: 8}
+log: {tensorboard: true} -> log: {trackers: [tensorboard]}
+log: {tensorboard: false} -> {}
+log: {wandb: true} -> log: {trackers: [wandb]}
 compilation_cache: gs://b/xla -> {}
 data: {data_dir: prepared} -> {}
 batch: {packing: false} -> {}
@@ -59,8 +70,12 @@ def test_every_former_key_has_a_case_and_is_not_a_key():
 def test_a_former_key_in_a_file_is_refused_with_what_to_write(before, now, tmp_path):
     with pytest.raises(ConfigError, match=rf"mine\.yaml: {former_key_in(before)} = ") as caught:
         load_config(file_of(tmp_path, before, "mine.yaml"))
-    new = [f"{key}={value}" for key, value in leaves_of(now).items() if leaves_of(before).get(key) != value]
-    remedy = f"write {' '.join(new)}".replace("None", "null") if new else "leave it out"
+    new = [
+        f"{key}={shown(value)}"
+        for key, value in leaves_of(now).items()
+        if leaves_of(before).get(key) != value
+    ]
+    remedy = f"write {' '.join(new)}" if new else "leave it out"
     assert remedy in str(caught.value)
 
 

@@ -118,20 +118,22 @@ advantage.scale=group_mean -> reward.incorrect: found -1.0; 0 or more; advantage
 advantage.best_of=2 -> reward.incorrect: found -1.0; 0 or more; advantage.best_of = 2
 advantage.best_of=17 reward.incorrect=0 -> advantage.best_of: found 17; batch.group_size = 16
 advantage.best_of=8 reward.incorrect=0 batch.keep=7 -> advantage.best_of: found 8; batch.keep = 7
-advantage.rewards=apart -> advantage.rewards: found 'apart'; reward.graders; summed
+advantage.rewards=apart -> advantage.rewards: found 'apart'; reward.grader; summed
 batch.group_size=1 dynamic_sampling.enabled=false -> advantage.baseline: found 'group_mean'; none; batch.group_size = 1
 batch.group_size=1 dynamic_sampling.enabled=false advantage.baseline=leave_one_out -> advantage.baseline: found 'leave_one_out'
 batch.group_size=1 dynamic_sampling.enabled=false advantage.baseline=length_weighted -> advantage.baseline: found 'length_weighted'
 batch.keep=1 -> batch.keep: found 1; 2 to 15; batch.group_size = 16
 batch.keep=16 -> batch.keep: found 16; 2 to 15
-batch.keep_by=reward_per_token -> batch.keep_by: found 'reward_per_token'; batch.keep
+batch.keep.longest=8 -> batch.keep: found 'longest'; shortest or reward_per_token
+batch.keep.reward_per_token=1 -> batch.keep: found; 2 to 15
+batch.keep.reward_per_token=x -> batch.keep.reward_per_token: found 'x'; a whole number
 environment.source=guess environment.credit=turn advantage.baseline=none -> environment.credit: found 'turn'; episode; group_mean
 environment.source=guess environment.credit=turn advantage.scale=batch_std -> environment.credit: found 'turn'; group_std
 teacher.coef=2 -> teacher.coef: found 2; teacher.source
 teacher.source=shipped:quickstart -> dynamic_sampling.enabled: found true; teacher.source; teacher.rewards=true
-teacher.source=shipped:quickstart dynamic_sampling.enabled=false batch.keep=8 batch.keep_by=reward_per_token -> batch.keep_by: found 'reward_per_token'; shortest; teacher.rewards=true
+teacher.source=shipped:quickstart dynamic_sampling.enabled=false batch.keep.reward_per_token=8 -> batch.keep: found; teacher.source
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false environment.source=guess environment.credit=turn -> environment.credit: found 'turn'; episode; teacher.rewards=true
-teacher.source=shipped:quickstart dynamic_sampling.enabled=false advantage.rewards=apart reward.graders=[{"grader":"exact"},{"grader":"math"}] -> advantage.rewards: found 'apart'; summed; teacher.rewards=true
+teacher.source=shipped:quickstart dynamic_sampling.enabled=false advantage.rewards=apart reward.grader=[{"grader":"exact"},{"grader":"math"}] -> advantage.rewards: found 'apart'; summed; teacher.rewards=true
 teacher.source=shipped:quickstart teacher.rewards=true sampling.temperature=0.9 -> sampling.temperature: found 0.9; teacher.source
 teacher.source=shipped:quickstart teacher.rewards=true loss.select=low_covariance -> loss.select: found 'low_covariance'; teacher.source
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false teacher.kl=full loss.objective=kl_cov loss.select=high_covariance -> loss.select: found 'high_covariance'; teacher.source
@@ -269,22 +271,22 @@ def test_the_correction_is_resolved_in_one_place(path, overrides, found):
 @pytest.mark.parametrize(
     ("graders", "words"),
     [
-        ([{"grader": "exact", "weight": 0}], ["reward.graders[0].weight: found 0", "not 0"]),
-        ([{"grader": "exact", "weight": float("inf")}], ["reward.graders[0]: found", "finite"]),
-        ([{"grader": "exact"}, {"grader": " "}], ["reward.graders[1].grader: found ' '", "a name"]),
+        ([{"grader": "exact", "weight": 0}], ["reward.grader[0].weight: found 0", "not 0"]),
+        ([{"grader": "exact", "weight": float("inf")}], ["reward.grader[0]: found", "finite"]),
+        ([{"grader": "exact"}, {"grader": " "}], ["reward.grader[1].grader: found ' '", "a name"]),
     ],
 )
 def test_a_list_of_graders_that_cannot_be_summed_is_refused(graders, words):
     with pytest.raises(ConfigError) as caught:
-        RewardConfig(graders=graders)
+        RewardConfig(grader=graders)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_a_grader_and_a_list_of_graders_are_refused(path):
-    with pytest.raises(ConfigError, match=r"reward\.grader: found 'math', .*reward\.graders"):
-        load_config(path, ["reward.grader=math", "reward.graders=[{grader: exact}]"])
-    with pytest.raises(ConfigError, match=r"reward\.graders\[0\]: found 'exact', needs a mapping"):
-        load_config(path, ["reward.graders=[exact]"])
+def test_a_list_of_graders_has_mappings(path):
+    with pytest.raises(ConfigError, match=r"reward\.grader\[0\]: found 'exact', needs a mapping"):
+        load_config(path, ["reward.grader=[exact]"])
+    with pytest.raises(ConfigError, match=r"reward\.grader: found \[\], needs a grader"):
+        load_config(path, ["reward.grader=[]"])
 
 
 @pytest.mark.parametrize(("key", "words"), sorted(CHOICES.items()))
@@ -297,13 +299,13 @@ def test_every_choice_of_a_key_loads(path, key, words):
         "high_covariance": ["loss.objective=kl_cov"],
         "k3_unbiased": ["loss.kl_coef=0.1"],
         "group_mean": ["reward.incorrect=0"],
-        "apart": ["reward.graders=[{grader: exact}, {grader: math}]"],
-        "reward_per_token": ["batch.keep=8"],
+        "apart": ["reward.grader=[{grader: exact}, {grader: math}]"],
         "full": ["teacher.source=shipped:quickstart", "teacher.rewards=true"],
     }
     for word in words:
         if key in leaf_types(TrainConfig):
-            load_config(path, [f"{key}={word}", *needs.get(word, [])])
+            value = f".{word}=8" if key == "batch.keep" else f"={word}"
+            load_config(path, [f"{key}{value}", *needs.get(word, [])])
         else:
             load_evaluation(None, [f"{key}={word}"])
 

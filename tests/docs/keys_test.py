@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import typing
 
 import pytest
 from _made import keys
@@ -46,7 +45,7 @@ def test_every_key_of_an_object_is_on_the_page_with_its_default(schema, whole):
 )
 def test_the_entries_of_every_list_of_mappings_are_described(schema):
     for name, kind in field_types(schema).items():
-        if kind == list[dict[str, typing.Any]] or kind == list[dict[str, str]]:
+        if "list[dict" in str(kind):
             assert f"{schema.place}.{name}" in keys.ENTRIES
 
 

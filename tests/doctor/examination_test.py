@@ -302,7 +302,7 @@ def test_metrics_that_cannot_be_sent_are_a_failure(examined, monkeypatch, tmp_pa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     # Without a model the later checks are skipped, which saves time.
-    found = examined(quick=True, log__wandb="true", model__source="preset:none")["metrics"]
+    found = examined(quick=True, log__trackers="[wandb]", model__source="preset:none")["metrics"]
     assert found.state == "failed"
     assert "wandb" in found.message
 

@@ -113,7 +113,7 @@ def worker(laptop):
     for name in ("my rewards/style.py", "data/math/train.jsonl", "unasked.txt"):
         (laptop.work / name).parent.mkdir(parents=True, exist_ok=True)
         (laptop.work / name).touch()
-    graders = 'reward.graders=[{grader: "trl:my rewards/style.py:f"}, {grader: "rewards.py:brief"}]'
+    graders = 'reward.grader=[{grader: "trl:my rewards/style.py:f"}, {grader: "rewards.py:brief"}]'
     data = ("data.source=jsonl", "data.path=data/math/train.jsonl", "--file", "data/math")
     done = train(laptop, graders, *data, "--keep", **TOKENS)
     assert done.returncode == 0, done.stderr
@@ -188,7 +188,7 @@ def test_each_generation_has_its_image(laptop, typed, named, image):
         # v5p-256 has 128 chips, and each is a device.
         (["parallel.fsdp=256"], "need 256 devices, but --type=v5p-256 has 128"),
         (["parallel.tensor=3"], "need a multiple of 3 devices, but --type=v5p-256 has 128"),
-        (["log.wandb=true"], "log.wandb=true needs WANDB_API_KEY"),
+        (["log.trackers=[wandb]"], "log.trackers=[wandb] needs WANDB_API_KEY"),
         (["run_dir=runs/pod"], "run_dir=runs/pod"),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_trl_function_gets_the_step_and_its_logs_reach_the_verdicts(workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_response_to_which_a_trl_function_does_not_apply_adds_nothing_to_a_sum(workers):
     """As `nansum` in TRL: 0.5 x 6 + 1 and 0 + 5, where the second function is the length."""
-    config = RewardConfig(graders=sum_of(length_reward=1.0, for_short_ones=0.5), workers=workers)
+    config = RewardConfig(grader=sum_of(length_reward=1.0, for_short_ones=0.5), workers=workers)
     rewards, verdicts = rewarded(config, "a", "abcde")
     assert rewards == [4.0, 5.0]
     assert [verdict.parts["for_short_ones"] for verdict in verdicts] == [6.0, 0.0]
@@ -192,7 +192,7 @@ def test_a_response_to_which_no_function_applies_has_the_mean_reward_and_is_warn
     """As in TRL 1.16, its advantage is 0: (6 + 8) / 2."""
     for config in (
         RewardConfig(grader=SHORT),
-        RewardConfig(graders=sum_of(for_short_ones=1.0, for_none=3.0)),
+        RewardConfig(grader=sum_of(for_short_ones=1.0, for_none=3.0)),
     ):
         with pytest.warns(UserWarning, match="no reward function applies"):
             rewards, verdicts = rewarded(config, "a", "abc", "abcd")
@@ -206,5 +206,5 @@ def test_a_response_to_which_no_function_applies_has_the_mean_reward_and_is_warn
 def test_a_function_that_applies_to_each_response_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        config = RewardConfig(graders=sum_of(length_reward=1.0, for_none=3.0))
+        config = RewardConfig(grader=sum_of(length_reward=1.0, for_none=3.0))
         assert rewarded(config, "a", "abcd")[0] == [1.0, 4.0]

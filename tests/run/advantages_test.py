@@ -107,7 +107,7 @@ def test_a_function_that_returns_other_shapes_is_refused(micro, rows):
 APART = {
     "advantage": AdvantageConfig(rewards="apart"),
     "reward": RewardConfig(
-        graders=[{"grader": "exact"}, {"grader": "math"}], overlong=OverlongConfig(enabled=False)
+        grader=[{"grader": "exact"}, {"grader": "math"}], overlong=OverlongConfig(enabled=False)
     ),
 }
 

@@ -106,7 +106,7 @@ def test_commands_read_a_run_in_a_bucket(resumed, config, run_micro, finished, r
     [
         ({"run_dir": "gs://no-such-bucket/run"}, "^run_dir=gs://no-such-bucket/run: "),
         ({"run_dir": "s3://bucket/run"}, "^run_dir=s3://bucket/run: .*gs://"),
-        ({"log__tensorboard": True}, r"^log.tensorboard=true with run_dir=gs://bucket/run: "),
+        ({"log__trackers": ["tensorboard"]}, r"^log.trackers=tensorboard: run_dir=gs://bucket/run: "),
     ],
 )
 def test_errors_of_buckets_come_before_the_model_is_loaded(bucket, micro, run_micro, changes, message):

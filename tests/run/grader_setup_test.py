@@ -90,7 +90,7 @@ def test_graders_of_every_kind_are_summed_by_weight():
     """In this process, in workers (one response, a whole group) and on the event loop. `=2`: 1 + 0.5 / 2 + 2 x 1 - 0.1 x 20 = 1.25;
     `=003`: -1 + 0.5 / 4 + 2 x -1 - 0.1 x 40 = -6.875."""
     config = RewardConfig(
-        graders=[
+        grader=[
             {"grader": "exact"},
             {"grader": f"{HERE}:brevity", "weight": 0.5},
             {"grader": f"{HERE}:shortest", "weight": 2},
@@ -115,7 +115,7 @@ def test_a_function_for_trl_compares_the_responses_of_a_group(workers):
 
 
 def test_one_listed_grader_is_a_sum_of_one_and_the_grader_alone_is_a_plain_verdict():
-    [listed] = graded(RewardConfig(graders=[{"grader": "exact", "weight": 3.0}]), "=2")
+    [listed] = graded(RewardConfig(grader=[{"grader": "exact", "weight": 3.0}]), "=2")
     [alone] = graded(RewardConfig(grader="exact"), "=2")
     assert (listed.score, listed.parts) == (3.0, {"exact": 1.0})
     assert (alone.score, alone.parts) == (None, {})
@@ -171,9 +171,9 @@ def test_a_listed_grader_that_cannot_be_loaded_is_named_and_nothing_was_started(
     before = threading.active_count()
     listed = [{"grader": f"{HERE}:brevity"}, {"grader": f"{HERE}:judge"}, {"grader": f"{HERE}:jugde"}]
     with pytest.raises(
-        ConfigError, match=r"reward\.graders\[2\]\.grader: .* has no 'jugde'; did you mean 'judge'"
+        ConfigError, match=r"reward\.grader\[2\]\.grader: .* has no 'jugde'; did you mean 'judge'"
     ):
-        submit_of(RewardConfig(graders=listed))
+        submit_of(RewardConfig(grader=listed))
     assert threading.active_count() == before
 
 
@@ -249,7 +249,7 @@ LENGTH = {"grader": "kimi_length", "weight": 0.5}
 
 def test_the_length_reward_follows_the_verdicts_of_the_first_grader():
     """All samples have one token, so the length reward is 0."""
-    right, wrong = graded(RewardConfig(graders=[{"grader": "exact"}, LENGTH]), "=2", "=3")
+    right, wrong = graded(RewardConfig(grader=[{"grader": "exact"}, LENGTH]), "=2", "=3")
     assert (right.parts, wrong.parts) == (
         {"exact": 1.0, "kimi_length": 0.0},
         {"exact": -1.0, "kimi_length": 0.0},
@@ -259,7 +259,7 @@ def test_the_length_reward_follows_the_verdicts_of_the_first_grader():
         for one, n in zip(samples("=2", "=3", "=3"), (1, 1, 3), strict=True)
     ]
     for reward, config in (
-        (None, RewardConfig(graders=[{"grader": "exact"}, LENGTH])),
+        (None, RewardConfig(grader=[{"grader": "exact"}, LENGTH])),
         ([("exact", 1), ("kimi_length", 0.5)], RewardConfig()),
     ):
         submit, _ = submit_of(config, check_graders(config, reward=reward))
@@ -270,10 +270,10 @@ def test_the_length_reward_follows_the_verdicts_of_the_first_grader():
     ("config", "reward"),
     [
         (RewardConfig(grader="kimi_length"), None),
-        (RewardConfig(graders=[LENGTH, {"grader": "exact"}]), None),
+        (RewardConfig(grader=[LENGTH, {"grader": "exact"}]), None),
         (RewardConfig(), [("kimi_length", 0.5)]),
     ],
 )
 def test_the_length_reward_alone_is_refused(config, reward):
-    with pytest.raises(ConfigError, match=r"kimi_length .*reward\.graders=\[\{grader: math\}"):
+    with pytest.raises(ConfigError, match=r"kimi_length .*reward\.grader=\[\{grader: math\}"):
         submit_of(config, check_graders(config, reward=reward))

@@ -160,7 +160,7 @@ def test_without_weights_a_policy_has_only_shapes(source, stored, model, tmp_pat
 ASK = """
 from dapo_jax.config import ModelConfig
 from dapo_jax.run.policy import load_policy
-policy = load_policy(ModelConfig(source="hf:org/model", revision="main"))
+policy = load_policy(ModelConfig(source="hf:org/model@main"))
 print(policy.decoder.vocab_size, policy.tokenizer.stop_ids)
 try:
     load_policy(ModelConfig(source="hf:org/other"))

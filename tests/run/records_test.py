@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from dapo_jax.config import ConfigError, LogConfig
 from dapo_jax.run.records import Records, use_compilation_cache
-from dapo_jax.trackers import read_metrics
+from dapo_jax.trackers import check_trackers, read_metrics
 
 
 @pytest.mark.parametrize(("resume_step", "kept"), [(-1, []), (0, [0]), (1, [0, 1])])
@@ -59,10 +60,40 @@ def test_programs_compiled_by_one_process_are_read_from_a_bucket_by_the_next(buc
 
 def test_tensorboard_takes_the_same_numbers(micro, tmp_path):
     pytest.importorskip("tensorboardX")
-    with Records(micro(log__tensorboard=True), tmp_path, resume_step=None) as records:
+    with Records(micro(log__trackers=["tensorboard"]), tmp_path, resume_step=None) as records:
         records.step(1, {"reward/mean": 0.5})
     assert list((tmp_path / "tensorboard").iterdir())
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
+
+
+OWN = """
+class Counting:
+    def __init__(self, run_dir):
+        self.path = run_dir / "counted.txt"
+
+    def log(self, step, metrics):
+        with open(self.path, "a") as file:
+            file.write(f"{step} {metrics['reward/mean']}\\n")
+
+    def close(self):
+        pass
+"""
+
+
+def test_a_class_in_a_file_is_a_tracker(micro, tmp_path):
+    (tmp_path / "my.py").write_text(OWN)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with Records(micro(log__trackers=[f"{tmp_path}/my.py:Counting"]), run_dir, resume_step=None) as records:
+        for step in (1, 2):
+            records.step(step, {"reward/mean": step / 2})
+    assert (run_dir / "counted.txt").read_text() == "1 0.5\n2 1.0\n"
+
+
+@pytest.mark.parametrize("name", ["tensorbord", "my.py:Nothing", "no_such_module:Tracker"])
+def test_a_tracker_that_does_not_exist_is_refused(name):
+    with pytest.raises(ConfigError, match=r"log\.trackers: "):
+        check_trackers(LogConfig(trackers=[name]), "runs/x")
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(0.0, 0.0), (1.0, 0.1)])

@@ -162,9 +162,9 @@ def test_a_relative_run_dir_stays_where_it_was_when_a_grader_changes_the_working
 @pytest.mark.parametrize(
     ("tracker", "missing", "message"),
     [
-        ("tensorboard", "tensorboardX", r"log\.tensorboard=true .*tensorboardX"),
-        ("wandb", "wandb", r"log\.wandb=true .*the package wandb"),
-        ("wandb", "key", r"log\.wandb=true.*API key.*wandb login"),
+        ("tensorboard", "tensorboardX", r"log\.trackers=tensorboard: .*tensorboardX"),
+        ("wandb", "wandb", r"log\.trackers=wandb: .*the package wandb"),
+        ("wandb", "key", r"log\.trackers=wandb: .*API key.*wandb login"),
     ],
 )
 def test_a_run_whose_tracker_cannot_be_opened_does_not_make_its_folder(
@@ -177,13 +177,13 @@ def test_a_run_whose_tracker_cannot_be_opened_does_not_make_its_folder(
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     if missing != "key":
         monkeypatch.setitem(sys.modules, missing, None)
-    config = micro(tmp_path / "run", **{f"log__{tracker}": True}, steps=1)
+    config = micro(tmp_path / "run", log__trackers=[tracker], steps=1)
     with pytest.raises(ConfigError, match=message):
         run_micro(config)
     assert not (tmp_path / "run").exists()
     if missing == "key":
         monkeypatch.setenv("WANDB_MODE", "offline")
-        check_trackers(config.log)
+        check_trackers(config.log, config.run_dir)
         monkeypatch.delenv("WANDB_MODE")
         (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
-        check_trackers(config.log)
+        check_trackers(config.log, config.run_dir)

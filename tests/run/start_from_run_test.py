@@ -48,18 +48,16 @@ def times(policy, factor):
 def test_a_run_is_the_source_of_weights_and_tokenizer(checkpoint, step, spread, source, micro):
     run, began = source
     mesh = mesh_of(micro().parallel) if spread else None
-    found = load_policy(ModelConfig(source=run, checkpoint=checkpoint), mesh=mesh)
+    found = load_policy(ModelConfig(source=f"{run}@{checkpoint}"), mesh=mesh)
     assert_equal_weights(found, times(began, step))
     assert (found.decoder, found.tokenizer, found.step) == (began.decoder, began.tokenizer, step)
 
 
 def test_the_best_checkpoint_needs_a_score(made, model):
     with pytest.raises(ConfigError, match=r"no checkpoint with an evaluation score in .*checkpoints"):
-        load_policy(ModelConfig(source=made(), checkpoint="best"))
-    with pytest.raises(
-        ConfigError, match=r"model\.source='.*model.*': model\.checkpoint=best needs a training"
-    ):
-        load_policy(ModelConfig(source=model, checkpoint="best"))
+        load_policy(ModelConfig(source=f"{made()}@best"))
+    with pytest.raises(ConfigError, match=r"model\.source='.*model.*': @best needs a training"):
+        load_policy(ModelConfig(source=f"{model}@best"))
 
 
 def test_a_run_that_started_from_a_run_is_a_source(made, source):
@@ -116,7 +114,7 @@ def test_random_base_weights_keep_the_seed_of_their_run(made, micro):
 def test_plan_and_doctor_know_the_model_of_a_run(source, made, micro):
     run, began = source
     for place, checkpoint in ((run, "best"), (made(lora=LORA), "last")):
-        model = ModelConfig(source=place, checkpoint=checkpoint)
+        model = ModelConfig(source=f"{place}@{checkpoint}")
         assert decoder_of(model).base == began.decoder
         subject = Subject(micro(model=model))
         decoder, tokenizer, _, size, _ = subject.described
@@ -130,7 +128,7 @@ def test_an_identity_has_the_checkpoint_of_the_initial_weights(source, micro):
     run, _ = source
     config = micro(model=ModelConfig(source=run))
     last, best = (
-        load_policy(ModelConfig(source=run, checkpoint=name)).files(weights=True) for name in ("last", "best")
+        load_policy(ModelConfig(source=f"{run}@{name}")).files(weights=True) for name in ("last", "best")
     )
     assert not [name for name in last if name.endswith(".safetensors")]
     kept = identity_of(config, prompts=[], model=last)
@@ -154,7 +152,7 @@ def test_a_run_from_a_run_resumes_bit_for_bit_without_its_source(
 ):
     """The source has moved on when the run resumes."""
     run = shutil.copytree(source[0], tmp_path / "source")
-    model = ModelConfig(source=str(run), checkpoint="best")
+    model = ModelConfig(source=f"{run}@best")
     changes = {"model": model, "checkpoint__every_steps": 1}
     whole = run_micro(micro(tmp_path / "whole", steps=2, **changes))
     run_micro(micro(tmp_path / "parts", steps=1, **changes))

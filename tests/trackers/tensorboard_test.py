@@ -13,7 +13,7 @@ def events(folder):
     """Every event, read by the record format: length, its checksum, data, its checksum."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     found = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted((folder / "tensorboard").iterdir()):
         data, position = path.read_bytes(), 0
         while position < len(data):
             (size,) = struct.unpack_from("<Q", data, position)

@@ -46,7 +46,7 @@ SFT = {
     "batch.row_tokens": 32,
 }  # fmt: skip
 EVALUATE = {**SMALL, "data.source": "jsonl", "data.path": "questions/test.jsonl", "data.eval_split": "test"}
-GRADERS = {"reward.graders": [{"grader": "judge.py:quick"}, {"grader": "judge.py:judge"}]}
+GRADERS = {"reward.grader": [{"grader": "judge.py:quick"}, {"grader": "judge.py:judge"}]}
 """One grader in workers, one awaited."""
 
 

@@ -22,7 +22,7 @@ from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.run import policy, sources, updater_setup
 from dapo_jax.testing import tiny_decoder_config
-from dapo_jax.trackers import TensorBoardTracker, WandbTracker
+from dapo_jax.trackers import BUILT_IN
 from dapo_jax.trackers.profile import Profile
 from tests.run.conftest import save_run
 from tests.run.keys import doubles
@@ -90,10 +90,10 @@ def watched():
         for cls in (Watch, Watchdogs, Checkpointer, Profile, GradingPool, AsyncCalls, Episodes):
             doubles.noting(patch, cls, received)
         # The trackers are doubles, so their packages and keys are not needed.
-        patch.setattr("dapo_jax.run.run_dir.check_trackers", lambda log: None)
-        for cls in (TensorBoardTracker, WandbTracker):
+        patch.setattr("dapo_jax.run.run_dir.check_trackers", lambda log, run_dir: None)
+        for name, cls in BUILT_IN.items():
             double = type(cls.__name__, (doubles.Tracker, cls), {})
-            patch.setattr(f"dapo_jax.run.records.{cls.__name__}", double)
+            patch.setitem(BUILT_IN, name, double)
             doubles.noting(patch, cls, received, instead=double)
         yield received
 

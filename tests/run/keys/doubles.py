@@ -102,8 +102,6 @@ NOT_FINITE = {"nonfinite/loss": Max(np.ones(1, np.float32))}
 class Tracker:
     """A tracker without its package."""
 
-    run_id = "double"
-
     def __init__(self, *arguments, **options):
         pass
 

@@ -24,7 +24,7 @@ SCHEMAS = {
     "data.mixture": SourceConfig,
     "eval.datasets": SourceConfig,
     "data.few_shot": ExampleConfig,
-    "reward.graders": GraderConfig,
+    "reward.grader": GraderConfig,
 }
 MANY = {**MIXTURE, "dynamic_sampling.prompts_per_wave": 20, "dynamic_sampling.enabled": True}
 SHOWN = {**IN_ORDER, "data.max_prompt_tokens": 40, "model.source": "chat_model"}
@@ -93,9 +93,9 @@ WATCHERS = [
         entry={"prompt": "2+3"},
         also=SHOWN,
     ),
-    entry("reward.graders", "grader", rewards, ("exact", RIGHT), ("dapo", WRONG), entry={}, also=ALL_WRONG),
+    entry("reward.grader", "grader", rewards, ("exact", RIGHT), ("dapo", WRONG), entry={}, also=ALL_WRONG),
     entry(
-        "reward.graders",
+        "reward.grader",
         "weight",
         rewards,
         (1.0, RIGHT),

@@ -246,7 +246,7 @@ WATCHERS = [
         ("apart", [-4.3301, -2.5981, 2.5981, 4.3301]),
         also={
             "advantage.scale": "none",
-            "reward.graders": [{"grader": "exact"}, {"grader": "exact", "weight": 3.0}],
+            "reward.grader": [{"grader": "exact"}, {"grader": "exact", "weight": 3.0}],
         },
     ),
     # Rewards 0, 0, 1, 1. With one of the others, a wrong response has a correct one in 2 of 3 cases: 2 / 3 around 5 / 6.
@@ -260,11 +260,11 @@ WATCHERS = [
     watch("batch.keep", trained_lengths, (0, [3, 3, 6, 6]), (3, [3, 3, 6])),
     # -1 / 3 twice and 0 / 6 twice.
     watch(
-        "batch.keep_by",
+        "batch.keep",
         trained_lengths,
-        ("shortest", [3, 3, 6]),
-        ("reward_per_token", [3, 6, 6]),
-        also={"batch.keep": 3},
+        ({"shortest": 3}, [3, 3, 6]),
+        ({"reward_per_token": 3}, [3, 6, 6]),
+        what="with an order",
     ),
     echoes("loss.old_logprobs", option("old_logprobs"), "trainer", "sampler"),
     # Nothing is in flight, so auto is none.

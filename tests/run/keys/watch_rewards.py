@@ -43,10 +43,11 @@ def in_the_loss(look):
 WATCHERS = [
     watch("reward.grader", rewards, ("exact", RIGHT), ("dapo", WRONG), also=ALL_WRONG),
     watch(
-        "reward.graders",
+        "reward.grader",
         rewards,
-        ([], RIGHT),
+        ("exact", RIGHT),
         ([{"grader": "exact", "weight": 2.0}], [2, -2, 2, -2]),
+        what="with a weight",
         also=PLAIN,
     ),
     # What follows the last + of 1+1=2 is no answer, and without a marker the whole response is one.

@@ -87,13 +87,16 @@ WATCHERS = [
         also=LOGGED,
     ),
     echoes("log.profile_steps", of("Profile", "steps"), [], [2], also=AT_ONCE),
-    echoes(
-        "log.tensorboard",
-        lambda look: look.received("TensorBoardTracker") is not None,
-        False,
-        True,
-        also=AT_ONCE,
+    *(
+        watch(
+            "log.trackers",
+            lambda look, cls=cls: look.received(cls) is not None,
+            ([], False),
+            ([name], True),
+            what=name,
+            also=AT_ONCE,
+        )
+        for name, cls in (("tensorboard", "TensorBoardTracker"), ("wandb", "WandbTracker"))
     ),
-    echoes("log.wandb", lambda look: look.received("WandbTracker") is not None, False, True, also=AT_ONCE),
     watch("guard.max_mismatch_kl", refusal(drifting), (1.0, ""), (0.1, "GuardError")),
 ]

@@ -125,8 +125,6 @@ def sampler_mesh(look):
 
 
 MICRO = {"model.source": "preset:micro", "model.tokenizer": "char:0123456789+=:,?"}
-HUB = {"model.source": "hf:org/name"}
-A_RUN = {"model.source": "a_run"}
 """See `save_run`: checkpoint 2 of 3 is the best."""
 TAUGHT = {"teacher.source": "hf:org/name", "dynamic_sampling.enabled": False}
 
@@ -186,9 +184,28 @@ WATCHERS = [
     ),
     # Vocabularies of 15 characters and 2 special ids, and of the chat model.
     watch("model.source", lambda look: policy(look).decoder.vocab_size, ("model", 17), ("chat_model", 336)),
-    watch("model.checkpoint", lambda look: policy(look).step, ("last", 3), ("best", 2), also=A_RUN),
-    watch("model.revision", downloaded("revision"), ("", None), ("main", "main"), also=HUB),
-    watch("teacher.revision", downloaded("revision", teacher_of), ("", None), ("main", "main"), also=TAUGHT),
+    watch(
+        "model.source",
+        lambda look: policy(look).step,
+        ("a_run", 3),
+        ("a_run@best", 2),
+        what="with a checkpoint",
+    ),
+    watch(
+        "model.source",
+        downloaded("revision"),
+        ("hf:org/name", None),
+        ("hf:org/name@main", "main"),
+        what="with a revision",
+    ),
+    watch(
+        "teacher.source",
+        downloaded("revision", teacher_of),
+        ("hf:org/name", None),
+        ("hf:org/name@main", "main"),
+        what="with a revision",
+        also={"dynamic_sampling.enabled": False},
+    ),
     # Bytes and 2 special ids; 12 characters and these.
     watch(
         "model.tokenizer",
