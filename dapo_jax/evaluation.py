@@ -85,19 +85,19 @@ def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
     sizes = {len(group.rollouts) for group in groups}
     if len(sizes) != 1:
         raise ValueError(f"evaluation needs groups of the same size, got sizes {sorted(sizes)}")
-    each = [problem_scores(group) for group in groups]
+    problems = [problem_scores(group) for group in groups]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     voted = any(rollout.verdict.extracted is not None for rollout in rollouts)
-    keys = [key for key in each[0] if voted or not key.startswith("cons@")]
-    per_problem = {key: [scores[key] for scores in each] for key in keys}
-    found = {
+    keys = [key for key in problems[0] if voted or not key.startswith("cons@")]
+    per_problem = {key: [scores[key] for scores in problems] for key in keys}
+    metrics = {
         **{key: float(np.mean(values)) for key, values in per_problem.items()},
         **{f"{key}_stderr": _standard_error(values) for key, values in per_problem.items()},
         "response_tokens": float(np.mean([rollout.response_tokens for rollout in rollouts])),
         "truncated_frac": float(np.mean([rollout.truncated for rollout in rollouts])),
         "problems": float(len(groups)),
     }
-    return {f"eval/{name}/{key}": value for key, value in found.items()}
+    return {f"eval/{name}/{key}": value for key, value in metrics.items()}
 
 
 def lost_verdicts(groups: Sequence[Group]) -> str:
@@ -119,8 +119,8 @@ def responses_kept(problems: int, responses: int = LOGGED_RESPONSES) -> list[int
     >>> responses_kept(3, 7), responses_kept(3, 2)
     ([3, 2, 2], [1, 1, 0])
     """
-    each, more = divmod(responses, max(problems, 1))
-    return [each + (place < more) for place in range(problems)]
+    share, more = divmod(responses, max(problems, 1))
+    return [share + (index < more) for index in range(problems)]
 
 
 def problem_record(group: Group, responses: int = 0) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def problem_record(group: Group, responses: int = 0) -> dict[str, Any]:
     each with its number of responses and of correct responses. `responses` contains the first few responses and their verdicts; the argument sets the number.
     """
     rollouts = group.rollouts
-    given = Counter(rollout.verdict.extracted for rollout in rollouts)
+    answers = Counter(rollout.verdict.extracted for rollout in rollouts)
     right = Counter(rollout.verdict.extracted for rollout in rollouts if rollout.correct)
     return {
         "ordinal": group.prompt.ordinal,
@@ -143,7 +143,7 @@ def problem_record(group: Group, responses: int = 0) -> dict[str, Any]:
         "consensus_answers": consensus_answers(group),
         "extracted": [
             {"answer": answer, "count": count, "correct": right[answer]}
-            for answer, count in given.most_common()
+            for answer, count in answers.most_common()
         ],
         "response_tokens": float(np.mean([rollout.response_tokens for rollout in rollouts])),
         "truncated": sum(rollout.truncated for rollout in rollouts),
@@ -192,10 +192,10 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
     if any("reward" in metrics for metrics in datasets.values()):
         columns.append("reward")
     rows = [["dataset", *columns, "tokens", "truncated", "problems"]]
-    numbers = (("response_tokens", 1), ("truncated_frac", 3), ("problems", 0))
+    digits = {"response_tokens": 1, "truncated_frac": 3, "problems": 0}
     for name, metrics in datasets.items():
         scored = [score_text(metrics.get(key), metrics.get(f"{key}_stderr")) for key in columns]
-        rows.append([name, *scored, *(_decimal(metrics.get(key), digits) for key, digits in numbers)])
+        rows.append([name, *scored, *(_decimal(metrics.get(key), digits[key]) for key in digits)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # Names and scores are left-aligned, and the last three columns are right-aligned.
     sides = [str.ljust] * (len(columns) + 1) + [str.rjust] * 3
