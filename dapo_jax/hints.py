@@ -9,18 +9,13 @@ from pathlib import Path
 def nearest(word: str, known: Iterable[str], *, count: int = 1, least: float = 0.5) -> list[str]:
     """Returns up to `count` of the `known` names that are most similar to `word`, best first, ignoring case.
 
-    Args:
-        word: the unknown name.
-        known: the valid names.
-        count: maximum number of names to return.
-        least: minimum similarity of a returned name, from 0 to 1. 0 allows names that have nothing in common with `word`.
+    Their similarity is at least `least`, from 0 to 1. 0 allows names that have nothing in common with `word`.
 
     >>> nearest("Adapo", ["exact", "dapo", "math"]), nearest("xyz", ["exact", "dapo"])
     (['dapo'], [])
     """
     by_lower = {name.lower(): name for name in reversed(list(known))}
-    found = get_close_matches(word.lower(), list(by_lower), n=count, cutoff=least)
-    return [by_lower[name] for name in found]
+    return [by_lower[name] for name in get_close_matches(word.lower(), list(by_lower), n=count, cutoff=least)]
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

@@ -101,9 +101,7 @@ class Episodes(AbstractContextManager["Episodes"]):
             rendering: tokenizes the values that episodes append.
             text_of: decodes a turn's tokens to text, up to the stop string.
             seed: the run's seed. The seed of an episode depends on this seed and on the prompt's ordinal.
-            max_turns: maximum number of turns per episode.
-            turn_tokens: maximum number of tokens per turn. If 0, only the episode's limit applies.
-            episode_tokens: maximum number of tokens per episode. If 0, the limit on a response applies.
+            max_turns, turn_tokens, episode_tokens: limits of an episode. 0 tokens: the limit of the episode, or of a response, applies.
             timeout_s: time limit of one call in seconds, not including the wait for other calls to finish.
             calls: maximum number of concurrent calls; further calls wait.
             name: the environment's name in error messages.

@@ -66,21 +66,13 @@ class AsyncCalls:
     """One thread with an event loop, shared by all async reward functions of a run. `close` ends the thread."""
 
     def __init__(self, *, at_once: int, timeout_s: float) -> None:
-        """Starts the thread.
-
-        Args:
-            at_once: maximum number of concurrent calls; further calls wait.
-            timeout_s: time limit of a call in seconds, not including the time that it waits for other calls.
-        """
+        """Starts the thread. A call waits while `at_once` others run, and then lasts at most `timeout_s` seconds."""
         self._timeout_s = timeout_s
-        self._places = asyncio.Semaphore(at_once)
+        self._running = asyncio.Semaphore(at_once)
         self._loop = EventLoop("a task or callback of an async reward function raised")
 
     def submit(self, reward: LoadedReward, samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        """Queues calls that grade the responses to one prompt. The future returns the verdicts in the order of the responses.
-
-        The future raises RewardError if the function raised or did not return a verdict.
-        """
+        """Queues calls that grade the responses to one prompt. The future returns their verdicts, or raises RewardError if the function fails."""
         return joined([self._loop.submit(self._answer(reward, call)) for call in reward.calls(samples)])
 
     def close(self) -> None:
@@ -88,7 +80,7 @@ class AsyncCalls:
         self._loop.close(ENDING_S)
 
     async def _answer(self, reward: LoadedReward, call: Sequence[Sample]) -> list[Verdict]:
-        async with self._places:
+        async with self._running:
             task = asyncio.ensure_future(reward.graded(call))
             limits_itself = getattr(reward.function, "limits_itself", False)
             if await ends_in_time(task, math.inf if limits_itself else self._timeout_s):

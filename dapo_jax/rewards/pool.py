@@ -39,15 +39,10 @@ class GradingPool:
         answer_marker: str = "=",
         whole_group: bool = False,
     ) -> None:
-        """Starts the workers without waiting for them to load the grader.
+        """Starts the workers without waiting for them to load the grader (see `load_reward` for its name and `answer_marker`).
 
-        Args:
-            grader: a name in `GRADERS`, `module:function` or `path/to/file.py:function`.
-            workers: number of processes.
-            timeout_s: time limit of a call in seconds.
-            memory_mb: megabytes that a worker may allocate after it has loaded the grader.
-            answer_marker: only used by the `exact` grader.
-            whole_group: whether one call grades all responses to a prompt instead of a single response.
+        A call lasts at most `timeout_s` seconds. A worker may allocate `memory_mb` megabytes after loading. With `whole_group`, one
+        call grades all responses to a prompt.
         """
         self._setup = {"grader": grader, "answer_marker": answer_marker}
         self._grader, self._timeout_s, self._memory_mb = grader, timeout_s, memory_mb
@@ -62,8 +57,7 @@ class GradingPool:
     def submit(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
         """Queues calls that grade the responses to one prompt. The future returns the verdicts in the order of the responses.
 
-        The future raises RewardError if the grader raised, did not return a verdict or keeps killing its workers, or if a worker
-        cannot start. It raises ValueError if the grader cannot be loaded.
+        The future raises RewardError if the grader or its worker fails, and ValueError if the grader cannot be loaded.
         """
         calls = [samples] if self._whole_group else [[sample] for sample in samples]
         return joined([self._threads.submit(self._verdicts, call) for call in calls])
@@ -102,10 +96,7 @@ class GradingPool:
             self._idle.put(worker if worker.ended is None else self._start())
 
     def _answer(self, worker: Worker, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns a worker's verdicts for one call. If the call exceeds a limit, the verdicts are lost and the worker is stopped.
-
-        Raises EndedError if the worker dies.
-        """
+        """Returns a worker's verdicts for one call, which are lost if the call exceeds a limit. Raises EndedError if the worker dies."""
         try:
             worker.ready.result()
         except EndedError as error:

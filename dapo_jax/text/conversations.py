@@ -85,16 +85,9 @@ def conversation_ids(
     """Returns the token ids of an untrusted conversation, including the generation prompt that begins the answer.
 
     If a message spells out an added token, such as `<|im_end|>`, that text is encoded as ordinary characters. In all other cases,
-    the token ids are the same as those from `PromptFormat`.
+    the token ids are the same as those from `PromptFormat`. Texts in `variables`, such as the schemas in `tools`, are guarded too.
 
-    Args:
-        messages: the messages, oldest first, in any form that `canonical_messages` accepts.
-        tokenizer: a tokenizer with a chat template.
-        today: the date that the template prints.
-        variables: further template variables, such as `tools`; their texts are guarded too.
-
-    Raises:
-        ValueError: there is no chat template, the template fails, or the messages are not a valid conversation.
+    Raises ValueError if there is no chat template, the template fails, or the messages are not a valid conversation.
     """
     template, guarding = template_of(tokenizer), Guarding(tokenizer)
     guarded = [guarding.message(message) for message in canonical_messages(messages)]

@@ -19,7 +19,6 @@ from tests.rewards import samples
 
 HERE = Path(__file__)
 TIMEOUT_S = 1.5
-SLOW = r"Answer: \sqrt{10^{5000} + 7}"
 
 sample, samples = partial(samples.sample, answer="34"), partial(samples.samples, answer="34")
 
@@ -232,13 +231,6 @@ def test_a_whole_group_is_one_call_and_lost_as_one():
         [(False, "died")] * 2,
         [(True, ""), (False, "")],
     ]
-
-
-def test_an_answer_that_takes_too_long_to_read_is_lost_at_the_configured_limit():
-    """The root of a number of 5,001 digits: sympy looks for its factors for minutes. This is not a wrong answer."""
-    with pool("math", timeout_s=4.0) as graders:
-        verdicts = graders.grade(samples("Answer: 68/2", SLOW, "Answer: 34"))
-    assert [(each.correct, each.lost) for each in verdicts] == [(True, ""), (False, "timeout"), (True, "")]
 
 
 def test_closing_cancels_waiting_calls_and_waits_for_the_call_that_is_being_graded():
