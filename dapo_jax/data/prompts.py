@@ -44,12 +44,10 @@ class PromptSource:
         Args:
             rows: mappings with a `prompt` and an `answer`, from `load_rows` or `checked_rows`.
             tokenizer: tokenizes the prompt's text.
-            seed: determines the order of every epoch.
+            seed, shuffle, weights: see `row_order`.
             max_prompt_tokens: maximum number of tokens in a prompt, including the template.
             prompt_format: adds the template text to a row's question.
-            shuffle: whether to visit the rows in a new random order in each epoch. If false, the given order is used.
             parts: for each dataset of a mixture, its indices in `rows`. Rows without an index are not used. If empty, all rows form one dataset.
-            weights: the sampling weight of each part. If empty, all parts have equal weights.
 
         Raises:
             ValueError: there are no rows.
@@ -89,13 +87,10 @@ def row_order(
     positions, a part's share matches its weight to within one or two rows. The sequence of parts depends only on the weights.
 
     Args:
-        parts: the row indices of each dataset.
+        parts: the row indices of each dataset. Raises ValueError if one is empty.
         weights: one weight per part. If empty, all parts have equal weights.
         seed: determines every epoch of every part.
         shuffle: whether to visit a part's rows in a new random order in each epoch. If false, the given order is used.
-
-    Raises:
-        ValueError: a part has no rows.
     """
     import grain  # imported only if used, because it takes more than a second
 

@@ -190,15 +190,11 @@ def _note(name: str, counts: Mapping[str, Any]) -> str:
 def reasoning_gym_rows(task: str, split: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the rows of a task's split. Each row has `prompt` and `answer`, and for the grader, `task`, `options` and `entry`.
 
-    Args:
-        task: a task of the package, such as `letter_counting`.
-        split: `train`, `test`, or the first rows of a split, such as `train[:100]`.
-        options: the task's options, such as `min_words`, and this module's own: `seed` (default 0), and the maximum
-            numbers of questions, `train_questions` (default 4096) and `test_questions` (default 256).
+    `split` is `train`, `test`, or the first rows of a split, such as `train[:100]`. `options` are the task's options, such as
+    `min_words`, and this module's own: `seed` (default 0), and the maximum numbers of questions, `train_questions` (default 4096)
+    and `test_questions` (default 256).
 
-    Raises:
-        ValueError: the extra is not installed; a task, split or option does not exist; the task rejects an option;
-            or there are too few different questions.
+    Raises ValueError if the extra is not installed, the task, the split or an option is invalid, or there are too few questions.
     """
     matched = _SPLIT.fullmatch(split)
     if not matched:

@@ -56,11 +56,7 @@ ADAPTERS: dict[str, Callable[[str], Any]] = {
 
 
 def load_environment(source: str) -> Environment:
-    """Creates the environment from its name, the value of `environment.source`.
-
-    Raises:
-        ValueError: the name is unknown, the environment cannot be loaded or created, or it has no `episode` method.
-    """
+    """Creates the environment from its name, the value of `environment.source`. Raises ValueError if there is no such environment."""
     if ":" not in source and source not in ENVIRONMENTS:
         raise ValueError(
             f"no environment is named {source!r} ({did_you_mean(source, [*ENVIRONMENTS, *ADAPTERS])}). Other forms are module:name, path/to/file.py:name "

@@ -31,15 +31,12 @@ class Tools:
     def __init__(
         self, functions: Sequence[Callable[..., Any]], *, most_characters: int = 8192, timeout_s: float = 10.0
     ) -> None:
-        """Creates the functions' schemas.
+        """Creates the functions' schemas. Raises ValueError if a function cannot be a tool, or two functions have the same name.
 
         Args:
             functions: the tools. A function without `async def` runs in a separate thread.
             most_characters: maximum length of a call's result. A longer result is cut off and ends with a note.
             timeout_s: time limit of a call in seconds. If the calls of a turn together exceed `environment.timeout_s`, the episode is lost.
-
-        Raises:
-            ValueError: a function cannot be a tool, or two functions have the same name.
         """
         self.schemas = [schema_of(function) for function in functions]
         names = [schema["function"]["name"] for schema in self.schemas]

@@ -26,16 +26,9 @@ class WorkerEnvironment:
     """An environment whose episodes run in worker processes. Each worker starts when it is first needed."""
 
     def __init__(self, source: str, *, workers: int, timeout_s: float, memory_mb: int) -> None:
-        """Checks that the environment can be loaded, using a temporary worker.
+        """Checks in a temporary worker that the environment can be loaded, and raises ValueError if not.
 
-        Args:
-            source: the environment's name, see `load_environment`.
-            workers: number of processes.
-            timeout_s: time limit of a call in seconds.
-            memory_mb: megabytes that a worker may allocate after it has loaded the environment.
-
-        Raises:
-            ValueError: the environment cannot be loaded, or the worker dies or hangs while loading it.
+        A call lasts at most `timeout_s` seconds. Each of the `workers` processes may allocate `memory_mb` megabytes after loading.
         """
         setup, load = {"source": source, "timeout_s": timeout_s}, "dapo_jax.environments.inside_worker:load"
         start = partial(Worker, load, setup, memory_mb=memory_mb)

@@ -186,9 +186,7 @@ def _named(call: Sequence[Sample]) -> str:
 def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> GradeFunction:
     """Returns a function that grades the responses to one prompt in this process. See `load_reward` for the arguments.
 
-    Raises:
-        ValueError: the name is unknown, or the function cannot be loaded or is async.
-        RewardError: raised while grading if the function raised or did not return one verdict per response.
+    Raises ValueError if the function cannot be loaded or is async. Grading raises RewardError if the function fails.
     """
     loaded = load_reward(spec, answer_marker=answer_marker)
     if loaded.is_async:
@@ -201,14 +199,8 @@ def grade_function(spec: str | RewardFunction, *, answer_marker: str = "=") -> G
 def load_reward(spec: str | RewardFunction, *, answer_marker: str = "=") -> LoadedReward:
     """Loads a reward function from its name (a built-in grader, `module:function` or `path/to/file.py:function`), or wraps a given function.
 
-    Names of functions that were written for TRL or verl have the prefix `trl:` or `verl:` (see `rewards.adapters`).
-
-    Args:
-        spec: the value of `reward.grader`, or a function.
-        answer_marker: only used by the `exact` grader, see `exact_grader`.
-
-    Raises:
-        ValueError: the name is unknown or the function cannot be loaded.
+    Names of functions that were written for TRL or verl have the prefix `trl:` or `verl:` (see `rewards.adapters`). `answer_marker` is
+    only used by the `exact` grader. Raises ValueError if the name is unknown or the function cannot be loaded.
     """
     if not isinstance(spec, str):
         return LoadedReward(function=spec, name=name_of(spec))

@@ -73,9 +73,6 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
     """Strips the response and grades it with the `score_answer` function of its reasoning-gym task.
 
     A score of at least 0.99 is correct. If `score_answer` raises, it probably could not parse the answer, so the answer counts as wrong.
-
-    Raises:
-        ValueError: the row does not come from `reasoning_gym:TASK`.
     """
     row = sample.prompt.row
     if not {"task", "options", "entry"} <= set(row):

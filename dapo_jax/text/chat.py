@@ -36,10 +36,7 @@ class ChatTemplate:
     def __init__(self, source: str | bytes, *, name: str, special_tokens: Mapping[str, str] | None = None) -> None:  # fmt: skip
         """Stores the source. The template is compiled when it is first rendered, so a model with an invalid template still loads.
 
-        Args:
-            source: the text of the template, or the content of its file, which must be UTF-8.
-            name: the template's name in error messages, for example its file.
-            special_tokens: `bos_token`, `eos_token` and so on, as variables for the template.
+        `name` is the template's name in error messages. `special_tokens` are variables for the template, such as `eos_token`.
         """
         try:
             self.source, self.name = source if isinstance(source, str) else source.decode("utf-8"), name
@@ -54,15 +51,12 @@ class ChatTemplate:
     ) -> str:  # fmt: skip
         """Returns the text of a conversation, including the generation prompt that begins the answer.
 
-        Args:
-            messages: the messages, oldest first. The role `developer` becomes `system` if the template does not know it.
-            variables: further template variables by name, such as Qwen3's `enable_thinking`.
-            today: the date that the template gets as the current date, at midnight. The system clock is never used, so the
-                same conversation always renders to the same text.
+        The role `developer` becomes `system` if the template does not know it. `variables` are further template variables, such as
+        Qwen3's `enable_thinking`. The template gets `today` as the current date, and never the system clock, so the same conversation
+        always renders to the same text.
 
-        Raises:
-            ValueError: the template is not valid Jinja, refuses these messages, fails, tries to leave the sandbox, or outputs
-                more than `MOST_RENDERED` characters.
+        Raises ValueError if the template is not valid Jinja, refuses these messages, fails, tries to leave the sandbox, or outputs
+        more than `MOST_RENDERED` characters.
         """
         known = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
         known |= {"messages": list(messages), "add_generation_prompt": True}

@@ -29,12 +29,7 @@ class PromptFormat:
     def encode(
         self, prompt: str | Sequence[Message], tokenizer: Tokenizer
     ) -> tuple[str, Int32[np.ndarray, " prompt"]]:
-        """Returns the prompt's text and tokens.
-
-        Raises:
-            ValueError: the messages are not a valid conversation, the tokenizer lacks the chat template for a conversation,
-                the prompt is plain text but settings for conversations are set, or the text cannot be tokenized.
-        """
+        """Returns the prompt's text and tokens. Raises ValueError if the messages, the chat template or the settings do not fit the prompt."""
         if isinstance(prompt, str) and not self.data.chat:
             if self.data.system_prompt or self.data.chat_template_kwargs:
                 raise ValueError(
@@ -87,9 +82,7 @@ AS_IT_STANDS = PromptFormat()
 def checked_messages(messages: object) -> list[dict[str, Any]]:
     """Returns the messages of a prompt in canonical form (see `text.messages`).
 
-    Raises:
-        ValueError: there are no messages or no user message, a field is missing or has the wrong type, the question
-            is empty, or the last message is the assistant's.
+    Raises ValueError if a message is invalid, there is no user message, the question is empty, or the last message is the assistant's.
     """
     if not isinstance(messages, list | tuple | np.ndarray) or not len(messages):  # an array: from parquet
         raise ValueError(

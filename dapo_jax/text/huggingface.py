@@ -50,15 +50,9 @@ class HuggingFaceTokenizer:
     def __init__(
         self, files: Mapping[str, bytes], *, model: Mapping[str, Any] | None = None, place: str = "the folder"
     ) -> None:
-        """Parses the tokenizer's files.
+        """Parses the contents of `TOKENIZER_FILES`, and special tokens in `model`, the model's config.json. `place` is the folder's name in errors.
 
-        Args:
-            files: contents by file name: `tokenizer.json` and any others of `TOKENIZER_FILES`.
-            model: the parsed config.json of the model, which may define further special tokens.
-            place: the folder's name for error messages.
-
-        Raises:
-            ValueError: a file cannot be parsed, a special token is not in the vocabulary, or no file defines an end token.
+        Raises ValueError if a file cannot be parsed, a special token is not in the vocabulary, or no file defines an end token.
         """
         self.files = {name: files[name] for name in TOKENIZER_FILES if name in files}
         self._place = place
@@ -130,12 +124,7 @@ class HuggingFaceTokenizer:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
-        """Loads a tokenizer from a model folder, which must contain a tokenizer.json.
-
-        Raises:
-            OSError: a file cannot be read.
-            ValueError: see the constructor.
-        """
+        """Loads a tokenizer from a model folder, which must contain a tokenizer.json. Raises OSError, and the errors of the constructor."""
         path = path_of(folder)
         files = files_of(path, (*TOKENIZER_FILES, "config.json"))
         model = read_object(files.get("config.json", b"{}"), path / "config.json")
@@ -390,11 +379,8 @@ def bytes_of_token(token: str, decoder: Mapping[str, Any]) -> bytes | None:
     """Returns the bytes that a token adds to a text, or None if they depend on the tokens around it.
 
     The `tokenizers` library can decode only to text, in which an incomplete character becomes U+FFFD. The returned bytes include
-    a leading space of the token, even if the decoder strips this space at the beginning of a text.
-
-    Args:
-        token: the token as it is written in the vocabulary.
-        decoder: the value of `decoder` in tokenizer.json, or an empty mapping.
+    a leading space of the token, even if the decoder strips this space at the beginning of a text. `token` is written as in the
+    vocabulary, and `decoder` is its value in tokenizer.json, or an empty mapping.
 
     >>> bytes_of_token("\u0120\u00e6", {"type": "ByteLevel"})
     b' \\xe6'

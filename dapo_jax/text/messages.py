@@ -30,8 +30,7 @@ def canonical_messages(messages: Iterable[object]) -> list[dict[str, Any]]:
     >>> canonical_messages([{"role": "user", "name": None, "content": [{"type": "text", "text": "1+1"}]}])
     [{'role': 'user', 'content': '1+1'}]
 
-    Raises:
-        ValueError: an entry is not a message, a field has the wrong type, or a call's arguments are not a JSON object.
+    Raises ValueError if an entry is not a message, a field has the wrong type, or a call's arguments are not a JSON object.
     """
     return [_message(message, f"message {index}") for index, message in enumerate(messages)]
 

@@ -35,11 +35,7 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], ids: Sequence[int] = ()) -> None:
-        """Stores the strings, and token ids that act like stop strings. Without both, `find` always returns None.
-
-        Raises:
-            ValueError: a string is empty, or contains U+FFFD, which decoders write for incomplete characters.
-        """
+        """Stores the strings, and token ids that act like stop strings. Without both, `find` always returns None. Raises ValueError if a string is invalid."""
         for string in strings:
             if not string or "\ufffd" in string:
                 raise ValueError(
@@ -60,9 +56,7 @@ class StopStrings:
     def find(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> int | None:
         """Returns the number of tokens up to and including the first token that completes a stop string, or None.
 
-        Args:
-            token_ids: the response so far.
-            start: number of tokens that earlier calls have already searched.
+        `token_ids` is the response so far, and earlier calls have already searched its first `start` tokens.
         """
         if not self.strings or start == len(token_ids):
             return None
@@ -137,8 +131,7 @@ def turn_end(tokenizer: Tokenizer) -> int:
 def stop_ids(tokenizer: Tokenizer, extra: Sequence[int] = ()) -> tuple[int, ...]:
     """Returns all ids that end a response, without duplicates: the tokenizer's ids, beginning with `eos_id`, then `turn_end`, and then `extra`.
 
-    Raises:
-        ValueError: an id is not in the tokenizer's vocabulary.
+    Raises ValueError if an id is not in the tokenizer's vocabulary.
     """
     size = tokenizer.vocab_size
     if outside := [token for token in extra if not 0 <= token < size]:

@@ -42,12 +42,9 @@ class Worker:
     """A handle for one worker process. One thread starts it and receives its answers, and another sends calls to it."""
 
     def __init__(self, load: str, setup: Mapping[str, Any], *, memory_mb: int) -> None:
-        """Starts the process without waiting for it.
+        """Starts the process without waiting for it. The process calls `load`, a `module:function`, with `setup`, a JSON object.
 
-        Args:
-            load: `module:function`, which the process calls with `setup`; see `dapo_jax.workers.inside`.
-            setup: JSON-serializable values by name.
-            memory_mb: megabytes that the process may allocate after loading.
+        After loading, it may allocate `memory_mb` megabytes.
         """
         self.ready: Future[dict[str, Any]] = _running_future()
         """The first answer, sent once the user's code is loaded. Raises ValueError if loading fails, or EndedError if the process ends."""
@@ -114,8 +111,8 @@ class Worker:
         timer.daemon = True
         timer.start()
         self.ready.add_done_callback(lambda _: timer.cancel())
-        how = self._take_answers(process)
-        self.end(EndedError("died", f"the worker process died ({how})"))
+        end = self._take_answers(process)
+        self.end(EndedError("died", f"the worker process died ({end})"))
         _kill(process)
         process.wait()
         sending.join(_ENDING_S)
@@ -166,17 +163,15 @@ def _running_future() -> Future[Any]:
 def _started(arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
     # The worker searches for modules in the same folders as this process. But while it loads its own modules, the standard library comes first, and
     # the current folder is left out (-P). Otherwise a user's token.py would replace the standard module.
-    path = [place for place in sys.path if isinstance(place, str)]
+    path = [folder for folder in sys.path if isinstance(folder, str)]
     library = [sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")]
     variables = {
-        "PYTHONPATH": os.pathsep.join(place for place in [*library, *path] if place),
+        "PYTHONPATH": os.pathsep.join(folder for folder in [*library, *path] if folder),
         "MALLOC_ARENA_MAX": "2",  # otherwise each thread reserves address space, which counts towards the memory limit
     }
+    arguments = {**arguments, "parent": os.getpid(), "path": path}
     return subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-m", "dapo_jax.workers.inside"),
-            json.dumps({**arguments, "parent": os.getpid(), "path": path}),
-        ],
+        [sys.executable, "-P", "-m", "dapo_jax.workers.inside", json.dumps(arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, **variables},
