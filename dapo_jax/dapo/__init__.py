@@ -8,6 +8,7 @@
 | objectives of other algorithms, and sums along a response for them | `objectives`, `responses` |
 | Eq. 11, Algorithm 1, dynamic sampling | `dynamic_sampling` |
 | Eq. 13, the overlong penalty | `overlong` |
+| distillation from a teacher | `teacher` |
 | selections of the tokens that enter the loss | `selections` |
 | importance weights for off-policy tokens | `corrections` |
 | log-probabilities of the sampled tokens | `logprobs` |

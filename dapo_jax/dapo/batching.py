@@ -106,30 +106,30 @@ def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Fl
     Rollouts without per-turn rewards are omitted from the result.
     """
     by_turn = {
-        place: rollout
-        for place, rollout in enumerate(group.rollouts)
+        index: rollout
+        for index, rollout in enumerate(group.rollouts)
         if rollout.response.turns and len(rollout.verdict.turn_rewards) == len(rollout.response.turns)
     }
     verdicts = [rollout.verdict for rollout in by_turn.values()]
     add_up = all(
-        each.score is not None and math.isclose(each.score, sum(each.turn_rewards), abs_tol=1e-9)
-        for each in verdicts
+        verdict.score is not None and math.isclose(verdict.score, sum(verdict.turn_rewards), abs_tol=1e-9)
+        for verdict in verdicts
     )
     returns = {}
-    for place, rollout in by_turn.items():
+    for index, rollout in by_turn.items():
         rewards = np.array(rollout.verdict.turn_rewards, np.float64) * add_up
-        returns[place] = rollout.reward - np.concatenate([[0.0], np.cumsum(rewards)[:-1]])
+        returns[index] = rollout.reward - np.concatenate([[0.0], np.cumsum(rewards)[:-1]])
     rewards = group.rewards
     differ = bool((rewards != rewards[0]).any())
     spread = rewards.std(ddof=1) + 1e-6 if normalize_std and differ else 1.0
-    found = {}
-    for place, rollout in by_turn.items():
+    by_rollout = {}
+    for index, rollout in by_turn.items():
         advantages = np.zeros(len(rollout.response.tokens), np.float32)
         for turn, (first, stop) in enumerate(rollout.response.turns):
-            mean = np.mean([each[turn] for each in returns.values() if len(each) > turn])
-            advantages[first:stop] = (returns[place][turn] - mean) / spread if differ else 0.0
-        found[place] = advantages
-    return found
+            mean = np.mean([episode[turn] for episode in returns.values() if len(episode) > turn])
+            advantages[first:stop] = (returns[index][turn] - mean) / spread if differ else 0.0
+        by_rollout[index] = advantages
+    return by_rollout
 
 
 def example_weights(
@@ -140,15 +140,17 @@ def example_weights(
     One weight per example is enough: in every aggregation of `aggregation.token_weights`, all tokens of a rollout have the same weight, even if the rollout is split.
     """
     numbers: dict[tuple[str, int], int] = {}
-    of_rollout = [
-        numbers.setdefault(("alone", index) if one.rollout is None else ("part", one.rollout), len(numbers))
-        for index, one in enumerate(examples)
+    rollouts = [
+        numbers.setdefault(
+            ("alone", index) if example.rollout is None else ("part", example.rollout), len(numbers)
+        )
+        for index, example in enumerate(examples)
     ]
     masks: list[list[np.ndarray]] = [[] for _ in numbers]
     groups = np.zeros(len(numbers), np.int32)
-    for one, number in zip(examples, of_rollout, strict=True):
-        masks[number].append(one.mask)
-        groups[number] = one.group
+    for example, number in zip(examples, rollouts, strict=True):
+        masks[number].append(example.mask)
+        groups[number] = example.group
     whole = [np.concatenate(parts) for parts in masks]
     longest = max([1, *map(len, whole)])  # an episode that failed before its first turn has no tokens
     weights = token_weights(
@@ -157,4 +159,4 @@ def example_weights(
         group_ids=groups,
         max_response_tokens=max_response_tokens,
     )
-    return np.asarray(weights).max(axis=1)[of_rollout]  # the weight inside the mask; it is 0 outside
+    return np.asarray(weights).max(axis=1)[rollouts]  # the weight inside the mask; it is 0 outside

@@ -102,7 +102,8 @@ def dapo_loss(
 
 def clipped_surrogate(ratio: Array, advantages: Array, low: float, high: float) -> Array:
     """Returns the smaller of ratio times advantage and clipped ratio times advantage (Eq. 8), for each token."""
-    return jnp.minimum(ratio * advantages, jnp.clip(ratio, 1.0 - low, 1.0 + high) * advantages)
+    clipped_ratio = jnp.clip(ratio, 1.0 - low, 1.0 + high)
+    return jnp.minimum(ratio * advantages, clipped_ratio * advantages)
 
 
 def is_clipped(ratio: Array, advantages: Array, low: float, high: float) -> tuple[Array, Array]:

@@ -66,8 +66,8 @@ class PhaseTimes:
     def taken(self) -> dict[str, float]:
         """Returns the seconds in each phase since the last call."""
         self._enter(self._phase)
-        found, self._seconds = self._seconds, {}
-        return found
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
     def _enter(self, name: str) -> str:
         """Starts a phase, and returns the phase that it interrupts."""
@@ -159,11 +159,11 @@ class Exchange:
         if self.alone:
             return sorted(groups, key=lambda group: group.prompt.ordinal)
         sent = group_arrays(groups, whole=[whole(group) for group in groups], texts=texts)
-        found = list(groups)
+        gathered = list(groups)
         for process, (_, arrays) in enumerate(self._exchanged({}, sent)):
             if process != jax.process_index():
-                found += groups_of(arrays, prompt_at)
-        return sorted(found, key=lambda group: group.prompt.ordinal)
+                gathered += groups_of(arrays, prompt_at)
+        return sorted(gathered, key=lambda group: group.prompt.ordinal)
 
     def verdicts(
         self,
@@ -176,12 +176,12 @@ class Exchange:
         Raises the same errors as `groups`.
         """
         texts = max((len(group.rollouts) for group in groups), default=0)
-        found = []
+        graded = []
         for group in self.groups(groups, prompt_at, texts=texts):
             pairs = zip(group.rollouts, responses_to(group.prompt.ordinal), strict=True)
             rollouts = tuple(replace(rollout, response=response) for rollout, response in pairs)
-            found.append(replace(group, rollouts=rollouts))
-        return found
+            graded.append(replace(group, rollouts=rollouts))
+        return graded
 
     def round(self, asked: list[list[ResponseId]], sampled: Sequence[Drawn]) -> dict[ResponseId, Drawn]:
         """Exchanges the tokens of a round. Returns the new tokens of every response in flight.
@@ -195,11 +195,11 @@ class Exchange:
         if self.alone:
             return dict(zip(asked[0], sampled, strict=True))
         sent = drawn_arrays(sampled if self.grades else ())
-        head, found = {"sampler": self.index if self.grades else None}, dict[ResponseId, Drawn]()
+        head, drawn = {"sampler": self.index if self.grades else None}, dict[ResponseId, Drawn]()
         for message, arrays in self._exchanged(head, sent, self._buffer_bytes):
             if (sampler := message["sampler"]) is not None:
-                found.update(zip(asked[sampler], drawn_of(arrays), strict=True))
-        return found
+                drawn.update(zip(asked[sampler], drawn_of(arrays), strict=True))
+        return drawn
 
     def answers(self, answers: Mapping[ResponseId, Answered]) -> dict[ResponseId, Answered]:
         """Exchanges the environments' answers that each process received. Returns the answers from all processes.
@@ -208,11 +208,11 @@ class Exchange:
         """
         if self.alone:
             return dict(answers)
-        head = {"answers": [[one, _as_json(answer)] for one, answer in answers.items()]}
+        head = {"answers": [[response, _as_json(answer)] for response, answer in answers.items()]}
         return {
-            ResponseId(*one): _answered(*answer)
+            ResponseId(*response): _answered(*answer)
             for message, _ in self._exchanged(head, {})
-            for one, answer in message["answers"]
+            for response, answer in message["answers"]
         }
 
     def _exchanged(
@@ -227,18 +227,18 @@ class Exchange:
         head = {**head, "layout": layout, "stop": self._stop.reason, "failed": self._failed}
         text = json.dumps(head).encode()
         message = len(text).to_bytes(8, "little") + text + packed.tobytes()
-        found: list[tuple[dict[str, Any], Arrays]] = []
+        messages: list[tuple[dict[str, Any], Arrays]] = []
         with self.phases.phase("wait"):
-            every = all_gather_bytes(message, buffer_bytes=buffer_bytes)
-        for received in every:
+            gathered = all_gather_bytes(message, buffer_bytes=buffer_bytes)
+        for received in gathered:
             end = 8 + int.from_bytes(received[:8], "little")
             head = json.loads(received[8:end])
-            found.append((head, unpack_arrays(np.frombuffer(received[end:], np.uint8), head["layout"])))
-        if reason := first_reason(dict(enumerate(head["stop"] for head, _ in found)), jax.process_index()):
+            messages.append((head, unpack_arrays(np.frombuffer(received[end:], np.uint8), head["layout"])))
+        if reason := first_reason(dict(enumerate(head["stop"] for head, _ in messages)), jax.process_index()):
             raise StoppedError(reason)
-        if failed := next(filter(None, (head["failed"] for head, _ in found)), ""):
+        if failed := next(filter(None, (head["failed"] for head, _ in messages)), ""):
             raise RewardError(failed)
-        return found
+        return messages
 
 
 def _as_json(answer: Answered) -> list[Any]:
@@ -247,5 +247,5 @@ def _as_json(answer: Answered) -> list[Any]:
 
 
 def _answered(before: list[Any] | None, standing: dict[str, Any]) -> Answered:
-    found = None if before is None else Continuation(np.array(before[0], np.int32), before[1])
-    return found, Standing.of(standing)
+    continuation = None if before is None else Continuation(np.array(before[0], np.int32), before[1])
+    return continuation, Standing.of(standing)

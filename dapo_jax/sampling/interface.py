@@ -15,7 +15,7 @@ from dapo_jax.sampling.pages import Fill, PageSizes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ResultTokens:
-    """The result of one `generate` call. The valid tokens of a slot come first in its row."""
+    """The result of one `generate` call. The valid tokens of a slot come first in its row. An engine that records a further value of `dapo.tokens.VALUES` adds a field for it."""
 
     tokens: Int[Array, "slots steps"] | Any
     logprobs: Float[Array, "slots steps"] | Any

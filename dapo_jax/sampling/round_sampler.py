@@ -1,6 +1,6 @@
 """Samples responses in flight in rounds: in each round, every response samples up to a fixed number of tokens and then pauses.
 
-A paused response stays in its slot. If there are more responses than slots, they take turns in the slots and keep their pages in between. Taking turns
+A paused response stays in its slot. If there are more responses than slots, they share the slots and keep their pages in between. Sharing slots
 does not change their tokens.
 """
 

@@ -90,20 +90,22 @@ def pack(
         )
         for index, example in enumerate(examples)
     ]
-    also = ["noise"] if any(one.noise is not None for one in examples) else []
-    tokens = (part for one in examples for part in (one.prompt, one.response))
+    also = ["noise"] if any(example.noise is not None for example in examples) else []
+    tokens = (part for example in examples for part in (example.prompt, example.response))
     shapes = {name: array.shape[1:] for part in tokens for name, array in part.arrays.items()}
     recorded = tuple((name, shape) for name, shape in shapes.items() if not VALUES[name].packed)
     lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
-    made = []
+    microbatches = []
     for length, rows in distribute_pieces(
         pieces, lengths=lengths, rows_per_microbatch=rows_per_microbatch, spread=spread
     ):
-        made.append(blank_microbatch((rows_per_microbatch, length), *also, recorded=recorded))
-        made[-1].tokens[:] = pad_id
+        microbatches.append(blank_microbatch((rows_per_microbatch, length), *also, recorded=recorded))
+        microbatches[-1].tokens[:] = pad_id
         for index, row in enumerate(rows):
-            _write_row(jax.tree.map(lambda array, at=index: array[at], made[-1]), row, examples, weights)
-    return made
+            _write_row(
+                jax.tree.map(lambda array, at=index: array[at], microbatches[-1]), row, examples, weights
+            )
+    return microbatches
 
 
 def _write_row(

@@ -8,6 +8,8 @@ import pytest
 from dapo_jax.cli import main
 from dapo_jax.config import ALGORITHMS, ConfigError, TrainConfig, load_config, load_evaluation
 from dapo_jax.config.algorithms import (
+    CLIP_RANGE,
+    CLIPS,
     DEFINING,
     GROUND,
     NOT_OFFERED,
@@ -263,6 +265,8 @@ def options_of(function):
 
 
 def test_the_tables_of_options_are_what_the_functions_have():
+    defaults = signature(objectives.dapo_loss).parameters
+    assert tuple(defaults[name].default for name in CLIPS) == CLIP_RANGE
     found = {name: options_of(function) for name, function in objectives.OBJECTIVES.items()}
     found["clip"] -= {"weights"}
     assert found == {name: set(options) for name, options in OBJECTIVES.items()}
