@@ -141,9 +141,9 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
     sizes = {name: size for name, (size, _) in stored_files(folder).items() if _is_sealed(name)}
     for name, file in known.items():
         if sizes.get(name) != file.bytes:
-            found = f"{sizes[name]:,} bytes" if name in sizes else "no such file"
+            actual = f"{sizes[name]:,} bytes" if name in sizes else "no such file"
             raise CheckpointError(
-                f"{folder / name} was written with {file.bytes:,} bytes, but the first process finds {found}: put the "
+                f"{folder / name} was written with {file.bytes:,} bytes, but the first process finds {actual}: put the "
                 "checkpoints on a disk or into a bucket that all processes can access"
             )
     files = {**digested(folder, sizes.keys() - known.keys()), **known}

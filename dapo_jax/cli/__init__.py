@@ -177,8 +177,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.replace(", key=value", "")  # optional, but argparse lists it as a missing argument
         if invalid := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            near = nearest(invalid[1], re.findall(r"[\w-]+", invalid[2]))
-            message += f"; did you mean {near[0]!r}?" if near else ""
+            similar = nearest(invalid[1], re.findall(r"[\w-]+", invalid[2]))
+            message += f"; did you mean {similar[0]!r}?" if similar else ""
         super().error(printable(message))
 
 

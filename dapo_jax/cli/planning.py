@@ -94,7 +94,7 @@ def plan(arguments: argparse.Namespace) -> int:
         output.show_sweep(swept, console)
         if arguments.json:
             write_json(arguments.json, output.swept_as_data(swept))
-        return 0 if any(not isinstance(one, str) for _, one in swept) else 1
+        return 0 if any(not isinstance(mesh_plan, str) for _, mesh_plan in swept) else 1
     result = planning.plan(config, topology=topology, assumed=assumed, only=arguments.only, say=say)
     seconds, tried = arguments.suggest_s, list[remedies.Tried]()
     if seconds and not result.fits:
@@ -102,7 +102,7 @@ def plan(arguments: argparse.Namespace) -> int:
     output.show(result, console)
     output.show_verdict(result, tried, console)
     if arguments.json:
-        alternatives = [{"overrides": list(one.overrides), "fits": one.fits} for one in tried]
+        alternatives = [{"overrides": list(change.overrides), "fits": change.fits} for change in tried]
         write_json(arguments.json, {**output.as_data(result), "tried": alternatives})
     return 0 if result.fits else 1
 

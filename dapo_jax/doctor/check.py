@@ -54,18 +54,18 @@ def examine(
         needed = [(name, results[name]) for name in check.needs if name in results]
         if missing := [(name, need) for name, need in needed if need.state in ("failed", "skipped")]:
             name, need = missing[0]
-            found = Found(f"because '{name}' failed" if need.state == "failed" else need.message, "skipped")
+            result = Found(f"because '{name}' failed" if need.state == "failed" else need.message, "skipped")
         else:
             before(check)
             try:
-                found = check.look(subject)
+                result = check.look(subject)
             except ConfigError as error:
-                found = Found(shortened(str(error)), "failed")
+                result = Found(shortened(str(error)), "failed")
             except Exception as error:  # reported, because it would also end a run
                 notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
                 message = shortened(f"{type(error).__name__}: {error}") + notes
-                found = Found(message, "failed", check.remedy)
-        results[check.name] = replace(found, seconds=time.monotonic() - began)
+                result = Found(message, "failed", check.remedy)
+        results[check.name] = replace(result, seconds=time.monotonic() - began)
     return results
 
 

@@ -72,9 +72,9 @@ def _of_step(step: TinyStep) -> list[Check]:
         platform, count = jax.default_backend(), subject.described[0].parameters
         if subject.full or count <= (limit := OWN_MODEL[platform]):
             return step.weights(subject)
-        found = step.weights(Subject(STAND_IN, rows=SUMS))
+        result = step.weights(Subject(STAND_IN, rows=SUMS))
         large = f"the model has {count:,} parameters, over {limit:,} for a {platform}"
-        message = f"{found.message}; this is preset:tiny, because {large}"
+        message = f"{result.message}; this is preset:tiny, because {large}"
         return Found(message, "warning", "--full uses the model itself")
 
     needs = ("devices", "mesh", "model", "memory", "training data")
@@ -91,10 +91,10 @@ def _of_step(step: TinyStep) -> list[Check]:
 def verdict(results: Mapping[str, Found], *, configured: bool) -> tuple[bool, str]:
     """Returns whether training can start, and a one-sentence summary."""
     what = "This configuration" if configured else "This machine"
-    failed = [name for name, found in results.items() if found.state == "failed"]
+    failed = [name for name, result in results.items() if result.state == "failed"]
     if failed:
         return False, f"{what} cannot train here: see {_listed(failed)}."
-    unsure = [name for name, found in results.items() if found.state != "ok"]
+    unsure = [name for name, result in results.items() if result.state != "ok"]
     but = f", but see {_listed(unsure)}" if unsure else ""
     if "weights" not in results:
         return True, f"{what} passed all checks{but}; no training step was tried."
@@ -114,13 +114,13 @@ def show(results: Mapping[str, Found], console: Console, *, configured: bool) ->
     table.add_column("check", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("result", overflow="fold")
-    for name, found in results.items():
-        text = Text(_shown(found.message))
-        if found.remedy:
-            text.append(f"\n-> {_shown(found.remedy)}", style="bold")
-        table.add_row(name, Text(found.state, style=_STYLES[found.state]), text)
+    for name, result in results.items():
+        text = Text(_shown(result.message))
+        if result.remedy:
+            text.append(f"\n-> {_shown(result.remedy)}", style="bold")
+        table.add_row(name, Text(result.state, style=_STYLES[result.state]), text)
     console.print(table)
-    details = [_shown(line) for found in results.values() for line in found.details]
+    details = [_shown(line) for result in results.values() for line in result.details]
     for line in (*([""] if details else []), *details, ""):
         console.print(line, markup=False, highlight=False)
     good, sentence = verdict(results, configured=configured)
@@ -131,7 +131,8 @@ def as_data(results: Mapping[str, Found], *, configured: bool) -> dict[str, Any]
     """Returns the results and the verdict as JSON-serializable data, which `--json` prints."""
     good, sentence = verdict(results, configured=configured)
     checks = [
-        {"name": name, **asdict(one), "seconds": round(one.seconds, 3)} for name, one in results.items()
+        {"name": name, **asdict(result), "seconds": round(result.seconds, 3)}
+        for name, result in results.items()
     ]
     return {"schema_version": 2, "can_train": good, "verdict": sentence, "checks": checks}
 

@@ -32,13 +32,13 @@ _PLUGINS = {"jax_cuda12_plugin": "cuda", "jax_cuda13_plugin": "cuda", "libtpu": 
 
 def versions() -> Found:
     """Lists the versions of Python and of installed packages, and the missing packages."""
-    found, missing = [f"Python {platform.python_version()}"], list[str]()
+    installed, missing = [f"Python {platform.python_version()}"], list[str]()
     for package in PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            installed.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             missing.append(package)
-    return Found(", ".join(found) + (f"; not installed: {', '.join(missing)}" if missing else ""))
+    return Found(", ".join(installed) + (f"; not installed: {', '.join(missing)}" if missing else ""))
 
 
 def devices() -> Found:
@@ -78,8 +78,8 @@ def _unused_accelerator() -> tuple[str, str]:
 
 def settings() -> Found:
     """Lists the environment variables that configure JAX's devices, including the variables that the command line sets for GPUs."""
-    found = gpu_settings.in_effect()
-    return Found(", ".join(f"{name}={value}" for name, value in found.items()) or "the defaults of JAX")
+    values = gpu_settings.in_effect()
+    return Found(", ".join(f"{name}={value}" for name, value in values.items()) or "the defaults of JAX")
 
 
 def host_memory() -> Found:

@@ -50,15 +50,15 @@ def model(subject: Subject) -> Found:
 def memory(subject: Subject) -> Found:
     """Checks that all arrays that must be in memory at the same time, except activations, fit in a device's memory."""
     planned = subject.planned
-    there, pages, updates = planned.resident, planned.pages, planned.work.updates
-    cache = there.decode_state
+    resident, pages, updates = planned.resident, planned.pages, planned.work.updates
+    cache = resident.decode_state
     if pages.runs_out and not subject.config.sampling.cache_tokens:
         # The KV cache is sized to fit the memory, so only its minimum is counted: one full sequence per pool.
         least = replace(pages, pool_pages=pages.holder_pages())
         cache -= (pages.bytes(planned.token_bytes) - least.bytes(planned.token_bytes)) // pages.pools
     # The gradient is as large as the parameters, because both are float32.
-    there = replace(there, decode_state=cache, gradient=there.state - there.moments)
-    phases = (together(program, there, updates=updates)[1] for program in ("generate", "update_apply"))
+    resident = replace(resident, decode_state=cache, gradient=resident.state - resident.moments)
+    phases = (together(program, resident, updates=updates)[1] for program in ("generate", "update_apply"))
     largest = max(phases, key=lambda arrays: sum(arrays.values()))
     needed, available = sum(largest.values()), present_bytes()
     if available is None:

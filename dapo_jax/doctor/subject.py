@@ -63,7 +63,6 @@ class Subject:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return self.described[1]
 
     @cached_property

@@ -94,15 +94,12 @@ class TinyStep(ExitStack, Observer):
         )
 
     def after_sampling(self, step: int, collected: Collected) -> None:
-        """Keeps the sampled groups."""
         self._phase, self._collected = "updating", collected
 
     def after_update(self, minibatch: Minibatch, metrics: Metrics, *, learning_rate: float) -> None:
-        """Keeps the metrics of each update."""
         self._updates.append(metrics)
 
     def after_step(self, result: StepResult) -> None:
-        """Keeps the metrics of the step."""
         self._metrics = result.metrics
 
     def agree(self) -> Found:

@@ -55,7 +55,6 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
-        """The names of the operands."""
         return re.findall(r"%([\w.\-]+)", self.rest.split("),")[0])
 
 

@@ -49,7 +49,6 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """Number of chips."""
         return math.prod(self.shape)
 
     @property
@@ -62,12 +61,10 @@ class Topology:
 
     @property
     def host_chips(self) -> int:
-        """Number of chips on one host."""
         return math.prod(self.host)
 
     @property
     def one_host(self) -> "Topology":
-        """A topology with the same kind of chip and a single host."""
         return Topology(chip=self.chip, shape=self.host[: self.chip.axes])
 
     @property
@@ -111,9 +108,9 @@ def parse(name: str) -> Topology:
         ):
             return topology
     of_chip = [text for text in known if re.split("[-:]", text)[0] == re.split("[-:]", name)[0]]
-    near = ", ".join(of_chip or nearest(name, known, count=3, least=0.0))
+    similar = ", ".join(of_chip or nearest(name, known, count=3, least=0.0))
     raise ConfigError(
-        f"--topology {name!r}: no such slice or machine; the nearest names: {near} (chips: {', '.join(CHIPS)})"
+        f"--topology {name!r}: no such slice or machine; the nearest names: {similar} (chips: {', '.join(CHIPS)})"
     )
 
 

@@ -337,7 +337,9 @@ class HttpServer(ServerThread):
         wholes, answers = [], [CompletionAnswer(checked, self._limits) for checked in asked]
         request[_ANSWERS] = answers
         async with AsyncExitStack() as submitted:
-            batch = [await submitted.enter_async_context(sampled(self._requests, one)) for one in asked]
+            batch = [
+                await submitted.enter_async_context(sampled(self._requests, checked)) for checked in asked
+            ]
             for answer, arriving in zip(answers, batch, strict=True):
                 async for new in arriving:
                     answer.add(new)

@@ -44,39 +44,27 @@ _MOST = {"seed": (1 << 32) - 1, "port": (1 << 16) - 1}
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """The options of `dapo-jax serve` that both servers share.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """The options of `dapo-jax serve` that both servers share; its help describes them. Raises ConfigError if a value is out of range."""
 
     host: str = "127.0.0.1"
-    """The network interface to listen on, or [::] for all interfaces."""
     port: int = 9000
-    """The port, or 0 to pick a free port."""
     slots: int = 16
-    """Number of responses that are decoded in parallel."""
     queue: int = 1024
-    """Maximum number of responses that wait for a slot."""
     max_prompt_tokens: int = 0
-    """Maximum number of tokens in a prompt. 0 means 1,024 tokens, or fewer if the model has too few positions."""
     max_response_tokens: int = 0
-    """Maximum number of tokens in a response. 0 means 1,024 tokens, or fewer if the model has too few positions."""
+    """For prompts and responses, 0 means up to 1,024 tokens, or fewer if the model has too few positions."""
     temperature: float = 1.0
-    """Default temperature for requests. 0 means greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     steps_per_call: int = 4
-    """Number of decoding steps per engine call. More steps increase throughput, and fewer steps lower the latency of streams."""
+    """More steps per engine call increase throughput, and fewer steps lower the latency of streams."""
     page_tokens: int = 0
-    """Number of tokens per page of the KV cache. 0 means the same default as for `sampling.page_tokens`."""
     compute_dtype: str = "float32"
     batch_invariant: bool = False
-    """Make each response bitwise independent of the other requests in the batch."""
     follow_s: float | None = None
-    """Seconds between checks for a new checkpoint of the run. If None, the weights do not change."""
+    """If None, the weights do not change."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -103,7 +91,6 @@ class ServeOptions(ServingOptions):
     max_response_tokens: int = 64
     temperature: float = 0.0
     chat: bool = False
-    """Treat the text of a request as a user message, and render it with the model's chat template."""
     system_prompt: str = ""
 
     def __post_init__(self) -> None:
@@ -117,7 +104,6 @@ class HttpOptions(ServingOptions):
     """The options of `dapo-jax serve`. Temperature, top-p and top-k are defaults, which a request can override."""
 
     model_name: str = ""
-    """The model name that requests use. If empty, it is the path or Hub name from which the model was loaded."""
 
 
 def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = print) -> None:
@@ -240,9 +226,9 @@ def _held(host: str, port: int) -> socket.socket:
 
 def _answer_once(requests: RequestLoop, decoding: DecodingOptions) -> None:
     """Answers one request of each kind, so that nothing is compiled once the server is ready."""
-    answers, own = SimpleQueue[Any](), OwnOptions(decoding=decoding)
-    seeded = replace(own, key=jax.random.fold_in(jax.random.key(0), np.uint32(0)))
-    for options, scores in ((own, False), (seeded, False), (own, True)):
+    answers, shared = SimpleQueue[Any](), OwnOptions(decoding=decoding)
+    seeded = replace(shared, key=jax.random.fold_in(jax.random.key(0), np.uint32(0)))
+    for options, scores in ((shared, False), (seeded, False), (shared, True)):
         prompt = np.zeros(1, np.int32)
         requests.submit(prompt, options, count=1, max_tokens=1, listener=answers.put, scores=scores)
         if isinstance(failure := answers.get(), BaseException):

@@ -27,11 +27,9 @@ class ScriptedSlot:
     tokens: tuple[int, ...]
     """The complete response, truncated at its length limit."""
     drawn: int = 0
-    """Number of tokens sampled so far."""
 
     @property
     def live(self) -> bool:
-        """True until all tokens are sampled."""
         return self.drawn < len(self.tokens)
 
 

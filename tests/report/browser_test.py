@@ -60,16 +60,6 @@ def test_the_cursor_shows_values_and_is_moved_by_keys(shown, page):
     shown.until(lambda: shown.one(f"{PANEL} .where").text == "step 12")
 
 
-def test_the_timeline_has_a_strip_for_each_step(shown):
-    """In the fixture, step 1 takes 8 + 12 s, 0.25 s for its checkpoint and 0.75 s for the rest."""
-    shown.click("#tab-timeline")
-    strips = shown.all("#timeline .step:not(.all)")
-    assert len(strips) == 13
-    label = strips[1].find_element("css selector", ".phases").get_attribute("aria-label")
-    assert label.startswith("step 1: sampling 6 s (28.6%), grading 1.50 s")
-    assert label.endswith("checkpoint 0.250 s (1.2%), rest 0.750 s (3.6%)")
-
-
 def test_rollouts_are_browsed_by_keys(shown):
     shown.click("#tab-rollouts")
     assert shown.status() == "104 responses in 26 groups"
@@ -327,21 +317,6 @@ def test_a_run_judged_by_scores_has_rewards_and_no_verdicts(shown, judged, tmp_p
     shown.click(f'{view} [data-value="lower"]')
     shown.until(lambda: shown.texts(f"{view} .row .step") == ["problem 2"])
     assert "correct" not in shown.one(view).text.lower()
-
-
-def test_distributions_are_drawn_for_each_run_and_follow_the_cursor(shown):
-    titles = ("Response lengths", "Rewards", "Advantages")
-    there = [panel.get_attribute("data-title") for panel in shown.all(".distribution")]
-    assert there == [f"{title}, {run}" for title in titles for run in ("first", "second")]
-    panel, other = (f'[data-title="Response lengths, {run}"]' for run in ("first", "second"))
-    assert shown.one(f"{panel} .told").text.startswith("4 responses: mean 3, median 3")
-    shown.focus(f"{panel} .heat")
-    shown.press(Keys.HOME)
-    shown.until(lambda: shown.one(f"{panel} .where").text == "step 1")
-    assert shown.one(f"{panel} .told").text.startswith("8 responses: ")
-    assert (shown.one(f"{other} .where").text, shown.one(f"{PANEL} .where").text) == ("step 1", "step 0")
-    assert shown.all(f"{panel} .bars rect.good")
-    assert shown.all(f"{panel} .bars rect.bad")
 
 
 def test_a_prompt_is_seen_at_every_step_at_which_it_was_asked(shown):
