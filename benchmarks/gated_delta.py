@@ -18,13 +18,16 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.routing_replay import measure, rounded_activations
+from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.decoder import Decoder, graph_of
-from dapo_jax.models.presets import DecoderConfig, DeltaSizes
+from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.interface import Insertion
 from dapo_jax.sampling.pages import Pages
 
@@ -37,8 +40,8 @@ def decoder_of(*, delta: bool, layers: int = 4) -> DecoderConfig:
     if not delta:
         return DecoderConfig(family="qwen3", qk_norm="head", max_positions=16_384, **sizes)
     return DecoderConfig(
-        family="qwen3_5_text", qk_norm="head", norm_offset=1.0, attention_gate=True, ropes=(Rope(share=0.25),), delta=DeltaSizes(4, 4, 32, 32),
-        delta_layers=tuple(layer % 4 != 3 for layer in range(layers)), max_positions=16_384, **sizes,
+        family="qwen3_5_text", qk_norm="head", norm_offset=1.0, attention_gate=True, ropes=(Rope(share=0.25),),
+        mixers=tuple(ATTENTION if layer % 4 == 3 else GatedDelta(4, 4, 32, 32) for layer in range(layers)), max_positions=16_384, **sizes,
     )  # fmt: skip
 
 
@@ -64,8 +67,12 @@ def step_seconds(decoder: DecoderConfig, contexts: Sequence[int], repeats: int) 
     weights = WeightTransfer(params, mesh, dtype="float32", places=decoder.places)(params)
     limit = STEPS * (repeats + 1)
     engine = DecoderEngine(
-        decoder, slots=SLOTS, capacity=max(contexts) + limit, steps_per_call=STEPS, stop_ids=[], mesh=mesh, page_tokens=64
-    )  # fmt: skip
+        decoder,
+        mesh,
+        EngineSpec(
+            slots=SLOTS, capacity=max(contexts) + limit, steps_per_call=STEPS, stop_ids=[], page_tokens=64
+        ),
+    )
     random = np.random.default_rng(0)
     for context in contexts:
         pages, state = Pages(engine.page_sizes), engine.init_decode_state()

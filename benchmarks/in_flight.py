@@ -29,6 +29,7 @@ from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.round_sampler import RoundSampler
 
 
@@ -102,13 +103,15 @@ class Task:
         arguments = self.arguments
         engine = DecoderEngine(
             self._config,
-            slots=arguments.slots,
-            capacity=arguments.prompt_tokens + arguments.max_tokens,
-            steps_per_call=arguments.steps_per_call,
-            stop_ids=(),  # only the limits end a response
-            mesh=self._mesh,
-            compute_dtype=arguments.dtype,
-            **cache,
+            self._mesh,
+            EngineSpec(
+                slots=arguments.slots,
+                capacity=arguments.prompt_tokens + arguments.max_tokens,
+                steps_per_call=arguments.steps_per_call,
+                stop_ids=(),  # only the limits end a response
+                compute_dtype=arguments.dtype,
+                **cache,
+            ),
         )
         return LimitedEngine(engine, self.lengths)
 

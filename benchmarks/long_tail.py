@@ -24,6 +24,7 @@ from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.interface import Insertion
 
 
@@ -136,12 +137,14 @@ def _engine(workload: Workload, arguments: argparse.Namespace) -> tuple[DecoderE
     mesh = make_mesh()
     engine = DecoderEngine(
         config,
-        slots=arguments.slots,
-        capacity=arguments.prompt_tokens + arguments.max_tokens,
-        steps_per_call=arguments.steps_per_call,
-        stop_ids=(),  # only the limits end a response
-        mesh=mesh,
-        compute_dtype=arguments.dtype,
+        mesh,
+        EngineSpec(
+            slots=arguments.slots,
+            capacity=arguments.prompt_tokens + arguments.max_tokens,
+            steps_per_call=arguments.steps_per_call,
+            stop_ids=(),  # only the limits end a response
+            compute_dtype=arguments.dtype,
+        ),
     )
     return engine, WeightTransfer(params, mesh, dtype=arguments.dtype)(params)
 

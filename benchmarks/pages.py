@@ -26,6 +26,7 @@ from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 
 PROMPT, CAPACITY, GROUP = 64, 1024, 16
 
@@ -39,8 +40,17 @@ def main() -> None:
 
     def engine(slots: int, **pages: int) -> DecoderEngine:
         return DecoderEngine(
-            config, slots=slots, capacity=CAPACITY, steps_per_call=16, stop_ids=(), mesh=mesh, compute_dtype=arguments.dtype, **pages
-        )  # fmt: skip
+            config,
+            mesh,
+            EngineSpec(
+                slots=slots,
+                capacity=CAPACITY,
+                steps_per_call=16,
+                stop_ids=(),
+                compute_dtype=arguments.dtype,
+                **pages,
+            ),
+        )
 
     rng = np.random.default_rng(arguments.seed)
     tailed = rng.lognormal(np.log(arguments.median_tokens), arguments.sigma, (arguments.prompts, GROUP))

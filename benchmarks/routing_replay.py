@@ -30,6 +30,7 @@ from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
@@ -73,9 +74,18 @@ def measure(
     mesh, random = make_mesh(devices=jax.devices()[:1]), np.random.default_rng(0)
     params = nnx.state(nnx.jit(lambda: Decoder(decoder, rngs=nnx.Rngs(0)))())
     engine = DecoderEngine(
-        decoder, slots=8, capacity=PROMPT + tokens, steps_per_call=16, stop_ids=[], mesh=mesh, compute_dtype=dtype, page_tokens=64,
-        records_routes=True,
-    )  # fmt: skip
+        decoder,
+        mesh,
+        EngineSpec(
+            slots=8,
+            capacity=PROMPT + tokens,
+            steps_per_call=16,
+            stop_ids=[],
+            compute_dtype=dtype,
+            page_tokens=64,
+            records_routes=True,
+        ),
+    )
     asked = iter(
         Prompt(ordinal=at, tokens=random.integers(0, 512, PROMPT).astype(np.int32), text="", answer="")
         for at in range(prompts)

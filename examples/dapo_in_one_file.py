@@ -35,6 +35,7 @@ from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.text.tokenizers import load_tokenizer
 
 # A prompt has at most 8 tokens and a response at most 48. In the paper, these limits are 2,048 and 20,480 (Section 4.1).
@@ -150,7 +151,7 @@ def main() -> float:
     # The sampler: an engine with 64 slots. When a response ends, the next one uses its slot.
     mesh = make_mesh(devices=jax.devices()[:1])
     engine = DecoderEngine(
-        config, slots=64, capacity=ROW_TOKENS, steps_per_call=8, stop_ids=tokenizer.stop_ids, mesh=mesh
+        config, mesh, EngineSpec(slots=64, capacity=ROW_TOKENS, steps_per_call=8, stop_ids=tokenizer.stop_ids)
     )
     sampler, transfer = Sampler(engine, prefill_prompts=4), WeightTransfer(params, mesh, dtype="float32")
     sample = partial(

@@ -23,6 +23,7 @@ from dapo_jax.run.training_pass import training_pass
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
@@ -67,12 +68,14 @@ class System:
         workload = self.workload
         return DecoderEngine(
             self.config,
-            slots=workload.sequences,
-            capacity=workload.prompt_tokens + workload.new_tokens,
-            steps_per_call=workload.options.get("steps_per_call", workload.new_tokens),
-            stop_ids=(),
-            mesh=self.mesh,
-            compute_dtype=workload.dtype,
+            self.mesh,
+            EngineSpec(
+                slots=workload.sequences,
+                capacity=workload.prompt_tokens + workload.new_tokens,
+                steps_per_call=workload.options.get("steps_per_call", workload.new_tokens),
+                stop_ids=(),
+                compute_dtype=workload.dtype,
+            ),
         )
 
     def rollout(self, seed: int) -> list[list[int]]:

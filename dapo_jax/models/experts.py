@@ -6,6 +6,7 @@ expert's matrix. The order of each sum does not depend on other tokens, and the 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,10 +20,62 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.dapo.tokens import NO_ROUTE
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.gated import ACTIVATIONS
+from dapo_jax.models.kinds import Mlp, Parameter
 from dapo_jax.models.layout import Matrices
-from dapo_jax.models.presets import Experts
 from dapo_jax.numerics.precision import WeightSharding, gathered
 from dapo_jax.numerics.quantization import Quantized
+
+
+@dataclass(frozen=True)
+class Experts(Mlp):
+    """A mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538). In each layer, a router chooses some MLPs for each token."""
+
+    count: int
+    """Number of experts in each layer."""
+    chosen: int
+    """Number of experts that each token uses."""
+    normalize: bool
+    """Whether the factors of a token's experts are divided by their sum, so that they sum to 1. If False, they are probabilities over all experts."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.chosen <= self.count:
+            raise ValueError(
+                f"a token uses num_experts_per_tok={self.chosen} experts, but there are {self.count}; it must be 1 to {self.count}"
+            )
+
+    def parameters(self, config: Architecture) -> dict[str, Parameter]:
+        embed, hidden, count = config.embed_dim, config.mlp_dim, self.count
+        rows = {"shape": (count, hidden, embed), "axes": ("experts", "mlp", "embed"), "fan_in": embed}
+        columns = {
+            "shape": (count, embed, hidden),
+            "axes": ("experts", "embed", "mlp"),
+            "fan_in": hidden * 2 * config.layers,
+        }
+        return {
+            "router": Parameter(shape=(count, embed), axes=("features", "features"), fan_in=embed, float32=True),
+            "gate": Parameter(**rows),
+            "up": Parameter(**rows),
+            "down": Parameter(**columns),
+        }  # fmt: skip
+
+    def apply(
+        self, layer: Any, x: Float[Array, "embed part"], routes: Integer[Array, "tokens chosen"] | None
+    ) -> tuple[Float[Array, "embed tokens"], Int[Array, "tokens chosen"] | None]:
+        dtype, layout = layer.compute_dtype, layer.layout
+        # Scores are in float32, whatever the compute dtype is, because the choice must not depend on rounding.
+        wide = np.promote_types(dtype, np.float32)
+        operands = layer.router[...].astype(wide), x.astype(wide)
+        scores = layout.inner(jnp.einsum("ei,it->et", *operands, precision=lax.Precision.HIGHEST), "float32")
+        own, used, factors = chosen(scores, self, routes)
+        matrices = layer.gate[...], layer.up[...], layer.down[...]
+        mix = partial(mixture, activation=ACTIVATIONS[layer.config.activation], dtype=dtype)
+        return layout.experts(mix, layout.inner(x, dtype=dtype), factors, used, matrices, dtype), own
+
+    def used(self, tokens: int | float) -> int | float:
+        """If each token chooses k of E experts at random, n tokens use 1 - (1 - k / E)^n of them. Routers that were trained choose less evenly."""
+        return 1 - (1 - self.chosen / self.count) ** tokens
 
 
 def chosen(

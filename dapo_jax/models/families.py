@@ -10,7 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from dapo_jax.models.presets import DecoderConfig, DeltaSizes, Experts
+from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.experts import Experts
+from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.kinds import Mixer
+from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope, RopeScaling
 
 WHAT_LOADS = "docs/bring_your_model.md lists the supported models"
@@ -221,14 +225,19 @@ _FLAGS = {
 }
 """Fields of `DecoderConfig` for keys that only some families read."""
 
-_DELTA = {
-    "key_heads": "linear_num_key_heads",
-    "value_heads": "linear_num_value_heads",
-    "key_dim": "linear_key_head_dim",
-    "value_dim": "linear_value_head_dim",
-    "taps": "linear_conv_kernel_dim",
+_MIXERS: Mapping[str, tuple[type[Mixer], Mapping[str, str]]] = {
+    "linear_attention": (
+        GatedDelta,
+        {
+            "key_heads": "linear_num_key_heads",
+            "value_heads": "linear_num_value_heads",
+            "key_dim": "linear_key_head_dim",
+            "value_dim": "linear_value_head_dim",
+            "taps": "linear_conv_kernel_dim",
+        },
+    ),
 }
-"""The key for each field of `DeltaSizes`."""
+"""The mixers other than attention, by their name in layer_types, and the key for each of their fields. A family has the mixers whose keys it reads."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
@@ -293,10 +302,13 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
     if "layer_types" in reads:
         windows = config.windows or (0,) * config.layers
         described["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
-    if config.delta is not None:
-        kinds = ("full_attention", "linear_attention")
-        described["layer_types"] = [kinds[recurrent] for recurrent in config.delta_layers]
-        described |= {theirs: getattr(config.delta, ours) for ours, theirs in _DELTA.items()}
+    if config.mixers:
+        names = {mixer: name for name, (mixer, _) in _mixers(family).items()}
+        described["layer_types"] = [names.get(type(mixer), "full_attention") for mixer in config.mixers]
+        for mixer, keys in (
+            (mixer, _MIXERS[names[type(mixer)]][1]) for mixer in set(config.mixers) if type(mixer) in names
+        ):
+            described |= {theirs: getattr(mixer, ours) for ours, theirs in keys.items()}
     if "no_rope_layers" in reads:
         described["no_rope_layers"] = [1 - turn for turn in config.rope_of_layer or (0,) * config.layers]
         described["use_sliding_window"] = any(config.windows)
@@ -391,10 +403,6 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         if "num_experts_per_tok" in family.defaults:
             found["experts"] = _experts(values, described, family, where)
         found |= _layer_fields(values, described, family, sizes, where)
-        if "full_attention_interval" in family.defaults:
-            found["delta"] = DeltaSizes(
-                **{ours: _checked(values, key, int, where) for ours, key in _DELTA.items()}
-            )
         return DecoderConfig(family=name, **sizes, **found)
     except ValueError as error:
         raise error if str(error).startswith(f"{where}") else ValueError(f"{where}: {error}") from error
@@ -470,8 +478,8 @@ def _check_supported(described: Mapping[str, Any], family: Family, where: object
             f"{where}: hidden_activation={activation!r} is not supported (only {' or '.join(_ACTIVATIONS)}). {WHAT_LOADS}"
         )
     full = ("full_attention", "attention")
-    if "full_attention_interval" in family.defaults:
-        full = ("full_attention", "linear_attention")
+    if mixers := _mixers(family):
+        full = ("full_attention", *mixers)
     windowed = {"layer_types", "sliding_window"} <= set(family.defaults)
     supported = (*full, "sliding_attention") if windowed else full
     kinds = described.get("layer_types") or ()
@@ -506,7 +514,8 @@ def _layer_fields(
     kinds = _of_each_layer(values, "layer_types", layers, where) if "layer_types" in reads else None
     if kinds is None and "full_attention_interval" in reads:
         every = _checked(values, "full_attention_interval", int, where)
-        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+        other, *_ = _mixers(family)
+        kinds = [other if (i + 1) % every else "full_attention" for i in range(layers)]
     if kinds is None and "no_rope_layers" in reads:
         kinds = ["sliding_attention" if window and not turn else "full_attention" for turn in turns]
     if kinds is None:
@@ -526,8 +535,8 @@ def _layer_fields(
         sliding = [False] * layers  # a window that no sequence exceeds
     windows = tuple(window if slides else 0 for slides in sliding) if window and any(sliding) else ()
     made: dict[str, Any] = {"windows": windows}
-    if "full_attention_interval" in reads:
-        made["delta_layers"] = tuple(kind == "linear_attention" for kind in kinds)
+    if mixers := _mixers(family):
+        made["mixers"] = _mixed(kinds, mixers, values, where)
     if family.two_ropes:
         made["ropes"] = _two_ropes(values, described, family, sizes, where)
         made["rope_of_layer"] = tuple(map(int, sliding))
@@ -547,6 +556,25 @@ def _layer_fields(
     if any(still):
         made["ropes"], made["rope_of_layer"] = (rope, None), tuple(map(int, still))
     return made
+
+
+def _mixers(family: Family) -> dict[str, tuple[type[Mixer], Mapping[str, str]]]:
+    """Returns the rows of `_MIXERS` for the mixers of a family."""
+    return {name: row for name, row in _MIXERS.items() if set(row[1].values()) <= set(family.defaults)}
+
+
+def _mixed(
+    kinds: Sequence[str], mixers: Mapping[str, tuple[type[Mixer], Mapping[str, str]]], values: Mapping[str, Any], where: object
+) -> tuple[Mixer, ...]:  # fmt: skip
+    """Returns the mixer of each layer, in a family with `mixers` other than attention."""
+    if not {"full_attention", *mixers} <= set(kinds):
+        needed = " and ".join(map(repr, mixers))
+        raise ValueError(f"{where}: layer_types must have {needed} and at least one 'full_attention'")
+    others = {
+        name: mixer(**{ours: _checked(values, key, int, where) for ours, key in keys.items()})
+        for name, (mixer, keys) in mixers.items()
+    }
+    return tuple(others.get(kind, ATTENTION) for kind in kinds)
 
 
 def _of_each_layer(values: Mapping[str, Any], key: str, layers: int, where: object) -> Sequence[Any] | None:

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464): a recurrent layer whose state has a fixed size.
+"""Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464): a mixer that is recurrent, with a state of fixed size.
 
 Each value head has a state S [key_dim, value_dim]. A token with decay a, write strength b, key k, value v and query q computes
 
@@ -8,6 +8,7 @@ Each value head has a state S [key_dim, value_dim]. A token with decay a, write 
 convolution over the last tokens and silu are applied to q, k and v, and q and k are divided by their norms. All of this is in float32.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.kinds import Attend, DecodingStep, Fixed, Mixer, Parameter, PrefillPart, TrainingRows
+from dapo_jax.models.projections import rms_norm
+from dapo_jax.models.rope import RopeTables
 from dapo_jax.numerics.segments import looked_up
 
 CHUNK = 64
@@ -58,6 +63,128 @@ def empty(sequences: int, keys: Sequence[int], values: Sequence[int], taps: int,
     """Returns the state before the first token. `keys` and `values` are (heads, dimensions)."""
     tails = tuple(jnp.zeros((sequences, *shape, taps - 1), dtype) for shape in (keys, keys, values))
     return DeltaState(jnp.zeros((sequences, values[0], keys[1], values[1]), dtype), tails)
+
+
+_INPUTS = ("query", "key", "value", "value_gate", "write", "forget")
+"""The matrices that are applied to the layer's input."""
+
+
+@dataclass(frozen=True)
+class GatedDelta(Mixer):
+    """The sizes of a Gated DeltaNet layer."""
+
+    key_heads: int
+    value_heads: int
+    """Number of value heads. Each key head is shared by `value_heads / key_heads` of them."""
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    """Number of tokens in the convolution."""
+
+    stack = "delta_blocks"
+    group = "linear_attention"
+    targets = ("in_proj_z", "out_proj")
+
+    def __post_init__(self) -> None:
+        if self.key_heads < 1 or self.value_heads % self.key_heads:
+            raise ValueError(
+                f"linear_num_key_heads={self.key_heads} must divide linear_num_value_heads={self.value_heads}"
+            )
+
+    @property
+    def _heads(self) -> dict[str, tuple[int, int]]:
+        """The numbers of heads and of their dimensions, of queries, keys and values."""
+        keys = self.key_heads, self.key_dim
+        return {"query": keys, "key": keys, "value": (self.value_heads, self.value_dim)}
+
+    def parameters(self, config: Architecture) -> dict[str, Parameter]:
+        embed, heads = config.embed_dim, (self.value_heads,)
+        axes = {
+            "query": ("kv_heads", "head_dim"),
+            "key": ("kv_heads", "head_dim"),
+            "value": ("heads", "head_dim"),
+        }
+        sizes = self._heads
+
+        def matrix(shape: tuple[int, ...], axes: tuple[str, ...], tensor: str, target: str = "") -> Parameter:
+            tensor = f"linear_attn.{tensor}.weight"
+            return Parameter(
+                shape=(*shape, embed), axes=(*axes, "embed"), fan_in=embed, tensor=tensor, target=target, joins=_INPUTS
+            )  # fmt: skip
+
+        def filters(name: str) -> Parameter:
+            return Parameter(
+                shape=(*sizes[name], 1, self.taps), axes=(*axes[name], "features", "taps"), fan_in=self.taps,
+                tensor="linear_attn.conv1d.weight", float32=True,
+            )  # fmt: skip
+
+        # As in Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060), rates are uniform from 1 to 16, and steps log-uniform from 0.001 to 0.1.
+        def rates(key: Array) -> Array:
+            return jnp.log(jax.random.uniform(key, heads, jnp.float32, 1.0, 16.0))
+
+        def steps(key: Array) -> Array:
+            ends = math.log(0.001), math.log(0.1)
+            return jnp.log(jnp.expm1(jnp.exp(jax.random.uniform(key, heads, jnp.float32, *ends))))
+
+        alike: dict[str, Any] = {"shape": heads, "axes": ("heads",), "float32": True}
+        return {
+            **{name: matrix(sizes[name], axes[name], "in_proj_qkv") for name in sizes},
+            **{f"{name}_conv": filters(name) for name in sizes},
+            "value_gate": matrix(sizes["value"], axes["value"], "in_proj_z", "in_proj_z"),
+            "write": matrix(heads, ("heads",), "in_proj_b"),
+            "forget": matrix(heads, ("heads",), "in_proj_a"),
+            "decay": Parameter(start=rates, tensor="linear_attn.A_log", **alike),
+            "step_bias": Parameter(start=steps, tensor="linear_attn.dt_bias", **alike),
+            "delta_norm": Parameter(
+                shape=(self.value_dim,), axes=("norm",), start=1.0, tensor="linear_attn.norm.weight", float32=True
+            ),
+            "output": Parameter(
+                shape=(embed, *sizes["value"]), axes=("embed", *axes["value"]), fan_in=math.prod(sizes["value"]) * 2 * config.layers,
+                tensor="linear_attn.out_proj.weight", target="out_proj",
+            ),
+        }  # fmt: skip
+
+    def mix(
+        self, layer: Any, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
+    ) -> tuple[Float[Array, "features tokens"], Any]:
+        query, key, value, gate, write, forget = layer.project(_INPUTS, x)
+        steps = jax.nn.softplus(forget + layer.step_bias[...][:, None])
+        decay = -jnp.exp(layer.decay[...])[:, None] * steps
+        filters = layer.query_conv[...], layer.key_conv[...], layer.value_conv[...]
+        out, kept = attend(Mixed(query, key, value, decay, jax.nn.sigmoid(write), filters))
+        per_head = jax.vmap(rms_norm, in_axes=(0, None, None))
+        out = per_head(out, layer.delta_norm[...], layer.config.norm_eps) * jax.nn.silu(gate)
+        return out.reshape(-1, out.shape[2]), kept
+
+    def over_rows(self, config: Architecture, rows: TrainingRows) -> Attend:
+        prefix = rows.layout.prompts(rows.prefix_ids)
+        places = () if prefix is None else ancestors(rows.segment_ids, prefix, self.taps - 1)
+        return partial(over_rows, segment_ids=rows.segment_ids, prefix_ids=rows.prefix_ids, places=places)
+
+    def prefill(self, config: Architecture, part: PrefillPart, **data: Any) -> Attend:
+        return partial(over_rows, segment_ids=part.segment_ids, start=part.before, ends=part.last)
+
+    def step(self, config: Architecture, step: DecodingStep, **data: Any) -> Attend:
+        return partial(one_token, state=step.state, live=step.live)
+
+    def state(self, config: Architecture, layer: int) -> Fixed:
+        return Fixed(self._empty)
+
+    def _empty(self, sequences: int, compute_dtype: str) -> DeltaState:
+        """Returns the state before the first token. It is float32, or float64 if the compute dtype is float64."""
+        *_, keys, values = self._heads.values()
+        return empty(sequences, keys, values, self.taps, np.promote_types(compute_dtype, np.float32))
+
+    def flops(self, config: Architecture, *, decoding: bool) -> tuple[int, int]:
+        """A token is multiplied by the state twice, and changes it once.
+
+        In a chunk of C tokens, each token has C products of keys, of queries and of changes (twice), and its share of the 2 log2(C) products of C x C
+        matrices in the inverse and of one product for the decays.
+        """
+        chunk = 0 if decoding else CHUNK
+        squares = 2 * chunk * chunk * (2 * math.ceil(math.log2(chunk)) + 1) if chunk else 0
+        of_value = 6 * self.key_dim * self.value_dim + 4 * chunk * self.value_dim + squares
+        return self.value_heads * of_value + self.key_heads * 4 * chunk * self.key_dim, 0
 
 
 def one_token(

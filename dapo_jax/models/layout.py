@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
@@ -27,9 +28,14 @@ def output_dimensions(axes: tuple[str, ...]) -> range:
     return range(first, first + 1 + (axes[first + 1 : first + 2] == ("head_dim",)))
 
 
-def is_float32(axes: tuple[str, ...]) -> bool:
-    """Returns whether a parameter with these logical axes is always used in float32, such as norms, routers and the decays of Gated DeltaNet."""
-    return axes[-1].endswith("norm")
+def is_matrix(axes: tuple[str, ...]) -> bool:
+    """Returns whether a parameter with these logical axes is a weight matrix of a layer. Norms, biases and filters are not, and neither are embeddings."""
+    return "vocab" not in axes and axes[-1] != "taps" and output_dimensions(axes).stop < len(axes)
+
+
+def is_float32(variable: nnx.Variable) -> bool:
+    """Returns whether a parameter stays float32 whatever the dtype of products is (see `models.kinds.Parameter`)."""
+    return variable.get_metadata("float32", False)
 
 
 @dataclass(frozen=True)

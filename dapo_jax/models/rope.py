@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Array, Float, Float32
+
+RopeTables = tuple[Array, ...]
+"""Cosine and sine of the RoPE angles, each [rotated / 2, tokens], and with `query_growth`, also the factor of each query, [1, tokens]."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
-from dapo_jax.models.decoder import Decoder, is_apart, stacks_of, unstacked
+from dapo_jax.models.decoder import Decoder, end_parameters, is_apart, stacks_of, unstacked
 from dapo_jax.models.families import FAMILIES
-from dapo_jax.models.lora import LORA_PARTS, MATRICES, parted
-from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.kinds import LayerKind, Parameter
+from dapo_jax.models.lora import LORA_PARTS, parted
+from dapo_jax.models.presets import DecoderConfig, preset
 
 Shape = tuple[int, ...]
 Cut = tuple[slice, ...]
@@ -30,50 +31,6 @@ ByRows = Callable[[Rows, Shape, Shape, NamedSharding], jax.Array]
 """A function that creates an array from a tensor in a file. Each process reads only some of the tensor's rows. The arguments are a `Rows` function, the shape
 of the tensor, the shape of the array (which has the same values in the same order) and the array's sharding. All processes must make the same calls."""
 
-_LAYER_TENSORS = {
-    "attention_norm": "input_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "query": "self_attn.q_proj.weight",
-    "key": "self_attn.k_proj.weight",
-    "value": "self_attn.v_proj.weight",
-    "output": "self_attn.o_proj.weight",
-    "attention_out_norm": "",
-    "mlp_out_norm": "",
-    "query_bias": "self_attn.q_proj.bias",
-    "key_bias": "self_attn.k_proj.bias",
-    "value_bias": "self_attn.v_proj.bias",
-    "output_bias": "self_attn.o_proj.bias",
-    "query_norm": "self_attn.q_norm.weight",
-    "key_norm": "self_attn.k_norm.weight",
-    "router": "",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-    "gate_bias": "mlp.gate_proj.bias",
-    "up_bias": "mlp.up_proj.bias",
-    "down_bias": "mlp.down_proj.bias",
-}
-"""The name of each parameter in Llama, Qwen2 and Qwen3. `Family.tensors` contains other names."""
-_DELTA_TENSORS = {
-    "attention_norm": "input_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    **dict.fromkeys(("query", "key", "value"), "linear_attn.in_proj_qkv.weight"),
-    **dict.fromkeys(("query_conv", "key_conv", "value_conv"), "linear_attn.conv1d.weight"),
-    "value_gate": "linear_attn.in_proj_z.weight",
-    "write": "linear_attn.in_proj_b.weight",
-    "forget": "linear_attn.in_proj_a.weight",
-    "decay": "linear_attn.A_log",
-    "step_bias": "linear_attn.dt_bias",
-    "delta_norm": "linear_attn.norm.weight",
-    "output": "linear_attn.out_proj.weight",
-    **{ours: f"mlp.{ours}_proj.weight" for ours in ("gate", "up", "down")},
-}
-"""The name of each parameter in a Gated DeltaNet layer."""
-_END_TENSORS = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "lm_head": "lm_head.weight",
-}
 TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -81,8 +38,6 @@ TEXT_PREFIXES = {
 }
 """The prefixes of the text model's tensors in models for images and text (transformers since 4.52, and before), and in text models."""
 PEFT_PREFIX = "base_model.model."
-_TABLES = ("embedding", "lm_head")
-"""Parameters with one row per vocabulary entry, and possibly padding rows."""
 
 
 @runtime_checkable
@@ -117,12 +72,13 @@ def shapes_of(config: DecoderConfig) -> nnx.State:
 
 
 def tensor_names(layers: int, family: str) -> list[str]:
-    """Returns the names of all tensors that can occur in a decoder of this family with this number of layers."""
-    names = [*(_LAYER_TENSORS | dict(FAMILIES[family].tensors)).values()]
-    if "full_attention_interval" in FAMILIES[family].defaults:
-        names = list(dict.fromkeys([*names, *_DELTA_TENSORS.values()]))
-    of_layers = [_in_layer(theirs, layer) for layer in range(layers) for theirs in names if theirs]
-    return [*_END_TENSORS.values(), *of_layers]
+    """Returns the names of all tensors that can occur in a decoder of this family with this number of layers, all with attention."""
+    options: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)
+    options |= {"norm_place": "both", "qk_norm": "head", "tied_embeddings": False}
+    config = replace(preset("tiny"), family=family, layers=layers, **options)
+    of_layer = [theirs for tensors in _tensors(config).values() for theirs in tensors.parts if theirs]
+    of_layers = [_in_layer(theirs, layer) for layer in range(layers) for theirs in of_layer]
+    return [*(parameter.tensor for parameter in end_parameters(config).values()), *of_layers]
 
 
 def _in_layer(theirs: str, layer: int) -> str:
@@ -132,36 +88,34 @@ def _in_layer(theirs: str, layer: int) -> str:
 class _Tensors:
     """The tensors of a decoder's layers in one stack. Several parameters may be parts of one tensor, one below the other."""
 
-    def __init__(self, config: DecoderConfig, stack: str, shapes: Mapping[str, Shape]) -> None:
-        """`shapes` contains the shape of each parameter in one layer of the stack."""
-        self._family, self._head_dim, self._shapes = FAMILIES[config.family], config.head_dim, shapes
-        names = _DELTA_TENSORS if stack == "delta_blocks" else _LAYER_TENSORS | dict(self._family.tensors)
+    def __init__(self, config: DecoderConfig, kind: LayerKind) -> None:
+        family, self._head_dim = FAMILIES[config.family], config.head_dim
+        self.parameters = kind.parameters(config)
         self.parts: dict[str, list[str]] = {}
         """The parameters of each tensor, in the order of their rows."""
-        self.name = {ours: names[ours] for ours in shapes}
-        for ours in names:
-            if ours in shapes:
-                self.parts.setdefault(names[ours], []).append(ours)
+        self.name = {ours: family.tensors.get(ours, like.tensor) for ours, like in self.parameters.items()}
+        for ours, theirs in self.name.items():
+            self.parts.setdefault(theirs, []).append(ours)
         self.experts = 0 if config.experts is None else config.experts.count
         rope = config.ropes[0]
-        self._rotated = rope.width(config.head_dim) if rope and self._family.neighbours else 0
+        self._rotated = rope.width(config.head_dim) if rope and family.neighbours else 0
 
     def first(self, ours: str) -> int:
         """Returns the first row of a parameter in its tensor."""
         parts = self.parts[self.name[ours]]
-        return sum(self.rows(each) for each in parts[: parts.index(ours)])
+        return sum(self.rows(part) for part in parts[: parts.index(ours)])
 
     def rows(self, ours: str) -> int:
         """Returns the number of rows of a parameter, or of one expert's part of it."""
-        return _theirs_shape(ours, self._shapes[ours])[1 if self.of_experts(ours) else 0]
+        return _file_shape(self.parameters[ours])[1 if self.of_experts(ours) else 0]
 
     def of_experts(self, ours: str) -> bool:
-        return self.experts > 0 and ours in ("gate", "up", "down")
+        return "experts" in self.parameters[ours].axes
 
     def shape(self, theirs: str) -> Shape:
         """Returns the shape of a tensor."""
         parts = self.parts[theirs]
-        *_, width = like = _theirs_shape(parts[0], self._shapes[parts[0]])
+        *_, width = like = _file_shape(self.parameters[parts[0]])
         rows = sum(map(self.rows, parts))
         if self.of_experts(parts[0]):
             return (rows, width) if "{}" in theirs else (self.experts, rows, width)
@@ -172,7 +126,11 @@ class _Tensors:
 
         `ours` may be an adapter parameter, such as `query_lora_b`. Only B has the dimensions of a head.
         """
-        if not self._rotated or ours.removesuffix("_bias").removesuffix("_lora_b") not in ("query", "key"):
+        if (
+            not self._rotated
+            or ours.endswith("_lora_a")
+            or not self.parameters[ours.removesuffix("_lora_b")].is_rotated
+        ):
             return None
         rotated = np.arange(self._rotated).reshape(-1, 2).T.reshape(-1)
         order = np.concatenate([rotated, np.arange(self._rotated, self._head_dim)])
@@ -191,12 +149,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 def _tensors(config: DecoderConfig) -> dict[str, _Tensors]:
     """Returns the tensors of each stack (see `DecoderConfig.places`)."""
-    shapes = shapes_of(config.base)
-    pure = nnx.to_pure_dict(shapes)
-    return {
-        stack: _Tensors(config, stack, {name: like.shape[1:] for name, like in pure[stack].items()})
-        for stack in stacks_of(shapes)
-    }
+    return {stack: _Tensors(config, kind) for stack, kind in config.stacks.items()}
 
 
 def checked(config: DecoderConfig, file: TensorFile) -> None:
@@ -205,7 +158,8 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
     Raises:
         ValueError: a tensor is missing, is unexpected or has the wrong shape. The message names the tensor.
     """
-    wanted, matrix, again = tensor_shapes(config), _END_TENSORS["embedding"], _END_TENSORS["lm_head"]
+    untied = end_parameters(replace(config, tied_embeddings=False))
+    wanted, matrix, again = tensor_shapes(config), untied["embedding"].tensor, untied["lm_head"].tensor
     # Some publishers store the matrix of tied embeddings twice.
     twice = config.tied_embeddings and again in file.shapes
     _check_names(file, wanted | ({again: wanted[matrix]} if twice else {}))
@@ -247,7 +201,7 @@ def place(
         config: configuration of the decoder.
         file: tensors of the decoder.
         shardings: a function from the shapes of all parameters to their shardings. None: all parameters are on the default device.
-        dtype: dtype of all parameters except norms, which are float32.
+        dtype: dtype of all parameters except those that stay float32 (see `kinds.Parameter`).
         by_rows: function that reads a share of the rows (see `ByRows`).
         apart: store the arrays of each layer separately, as in `unstacked`. False: layers are stacked.
 
@@ -265,28 +219,28 @@ def place(
     )
 
     put, tensors = functools.partial(_put, dtype=dtype, by_rows=by_rows), _tensors(config)
-    for name, leaf in like["ends"].items():
-        pure["ends"][name] = put(file, _END_TENSORS[name], name, leaf.shape, where["ends"][name])
+    for name, parameter in end_parameters(config).items():
+        pure["ends"][name] = put(file, parameter.tensor, parameter, where["ends"][name])
 
-    def put_layer(name: str, layer: int, shape: Shape, sharding: Sharding | None) -> Array:
-        own = tensors[config.places[layer][0]]
+    def put_layer(name: str, layer: int, sharding: Sharding | None) -> Array:
+        stack = config.places[layer][0]
+        own, parameter = tensors[stack], tensors[stack].parameters[name]
         theirs, first = _in_layer(own.name[name], layer), own.first(name)
         if own.of_experts(name):
-            return put(_OfExperts(file, theirs, first, shape), theirs, name, shape, sharding)
-        return put(file, theirs, name, shape, sharding, first=first, order=own.order(name))
+            return put(_OfExperts(file, theirs, first, parameter.shape), theirs, parameter, sharding)
+        return put(file, theirs, parameter, sharding, first=first, order=own.order(name))
 
     for layer, (stack, index) in enumerate(config.places) if apart else ():
         pure[stack][index] = {
-            name: put_layer(name, layer, leaf.shape, where[stack][index][name])
-            for name, leaf in like[stack][index].items()
+            name: put_layer(name, layer, where[stack][index][name]) for name in like[stack][index]
         }
     for stack in () if apart else tensors:
-        layers = [layer for layer, (its, _) in enumerate(config.places) if its == stack]
-        for name, leaf in like[stack].items():
-            sharding = where[stack][name]
-            whole = jnp.zeros(leaf.shape, _stored_as(name, dtype), device=sharding)
+        for name, parameter in tensors[stack].parameters.items():
+            layers, sharding = config.layers_of(stack), where[stack][name]
+            shape = len(layers), *parameter.shape
+            whole = jnp.zeros(shape, _stored_dtype(parameter, dtype), device=sharding)
             for index, layer in enumerate(layers):
-                part = put_layer(name, layer, leaf.shape[1:], sharding and _of_a_layer(sharding))
+                part = put_layer(name, layer, sharding and _of_a_layer(sharding))
                 whole = jax.block_until_ready(_filler(sharding)(whole, part, np.int32(index)))
             pure[stack][name] = whole
     nnx.replace_by_pure_dict(shapes, pure)
@@ -303,10 +257,11 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
     """
     pure = nnx.to_pure_dict(params)
     added = {} if adapters is None else nnx.to_pure_dict(adapters)
+    ends = end_parameters(config)
     for name, value in pure["ends"].items():
-        rows = config.vocab_size if name in _TABLES else len(value)
+        rows = config.vocab_size if "vocab" in ends[name].axes else len(value)
         shape = (rows, *value.shape[1:])
-        yield Tensor(_END_TENSORS[name], shape, lambda rows=rows, value=value: _gathered(value)[:rows])
+        yield Tensor(ends[name].tensor, shape, lambda rows=rows, value=value: _gathered(value)[:rows])
     apart, tensors = is_apart(params), _tensors(config)
 
     def fetch(name: str, layer: int, *expert: int) -> np.ndarray:
@@ -321,7 +276,10 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
             found = found.astype(np.float32) + config.lora.scale * change
         if (order := tensors[stack].order(name, back=True)) is not None:
             found = found[:, order]
-        return found.reshape(_theirs_shape(name, found.shape))
+        parameter = tensors[stack].parameters[name]
+        return found.reshape(
+            _file_shape(replace(parameter, shape=found.shape, axes=parameter.axes[-found.ndim :]))
+        )
 
     def joined(parts: list[str], axis: int, layer: int, *expert: int) -> np.ndarray:
         return np.concatenate([fetch(name, layer, *expert) for name in parts], axis=axis)
@@ -331,7 +289,7 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
         for theirs, parts in own.parts.items():
             name, shape = _in_layer(theirs, layer), own.shape(theirs)
             axis = 1 if own.of_experts(parts[0]) and "{}" not in theirs else 0
-            for expert in ((each,) for each in range(own.experts)) if "{}" in theirs else [()]:
+            for expert in ((index,) for index in range(own.experts)) if "{}" in theirs else [()]:
                 fetched = functools.partial(joined, parts, axis, layer, *expert)
                 yield Tensor(name.format(*expert), shape, fetched)
 
@@ -355,15 +313,17 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
 
 def check_adapters(config: DecoderConfig) -> None:
     """Raises ValueError if adapted matrices of this decoder are parts of one tensor, so that PEFT has one adapter for all of them."""
-    tensors, targets = _tensors(config)["blocks"], () if config.lora is None else config.lora.targets
-    for target in (each for each in targets if each in MATRICES):
-        theirs = tensors.name[MATRICES[target]]
-        if len(tensors.parts[theirs]) > 1:
-            separate = [
-                name for name, ours in MATRICES.items() if len(tensors.parts[tensors.name[ours]]) == 1
-            ]
+    targets = () if config.lora is None else config.lora.targets
+    for tensors in _tensors(config).values():
+        parts = {
+            parameter.target: tensors.parts[tensors.name[name]]
+            for name, parameter in tensors.parameters.items()
+            if parameter.target
+        }
+        for target in (target for target in targets if len(parts.get(target, ())) > 1):
+            separate = [name for name, others in parts.items() if len(others) == 1]
             raise ValueError(
-                f"lora.targets={list(targets)}: {target} is a part of the tensor {theirs}, which has one adapter in PEFT; this is not supported: "
+                f"lora.targets={list(targets)}: {target} is a part of the tensor {tensors.name[parts[target][0]]}, which has one adapter in PEFT; this is not supported: "
                 f"set lora.targets=[{','.join(separate)}], or train all weights with lora.rank=0"
             )
 
@@ -385,7 +345,7 @@ def place_adapters(
     _check_names(file, {tensor.name: tensor.shape for tensor in adapter_tensors(text, shapes)})
     where = None if shardings is None else nnx.to_pure_dict(shardings(shapes))
     for stack, leaves in pure.items():
-        of_stack, layers = tensors[stack], [i for i, (its, _) in enumerate(config.places) if its == stack]
+        of_stack, layers = tensors[stack], config.layers_of(stack)
         for name, leaf in leaves.items():
             whole, order = (slice(None), slice(None)), of_stack.order(name)
             parts = [_finite(file, of_stack.adapter_name(name, layer), whole) for layer in layers]
@@ -401,9 +361,9 @@ def _adapter_shape(name: str, shape: Shape) -> Shape:
     return (shape[0], math.prod(shape[1:])) if name.endswith("_a") else (math.prod(shape[:-1]), shape[-1])
 
 
-def _stored_as(name: str, dtype: str) -> str:
-    """Returns the dtype in which the parameter `name` is stored: `dtype`, or float32 for norms, routers and others (see `is_float32`)."""
-    return "float32" if name.endswith(("norm", "router", "conv", "decay", "step_bias")) else dtype
+def _stored_dtype(parameter: Parameter, dtype: str) -> str:
+    """Returns the dtype in which a parameter is stored."""
+    return "float32" if parameter.float32 else dtype
 
 
 @functools.cache
@@ -438,8 +398,7 @@ def _of_a_layer(sharding: Sharding) -> Sharding:
 def _put(
     file: TensorFile,
     theirs: str,
-    name: str,
-    shape: Shape,
+    parameter: Parameter,
     sharding: Sharding | None,
     dtype: str,
     by_rows: ByRows | None,
@@ -447,18 +406,18 @@ def _put(
     first: int = 0,
     order: np.ndarray | None = None,
 ) -> jax.Array:
-    """Loads a tensor, or its rows from `first` on, as the parameter `name`, whose shape is `shape`. A part that several devices need is read only once.
+    """Loads a tensor, or its rows from `first` on, as `parameter`. A part that several devices need is read only once.
 
     `order` contains the index in the file of each dimension of a head.
     """
-    dtype = _stored_as(name, dtype)
+    dtype, shape = _stored_dtype(parameter, dtype), parameter.shape
     if by_rows is not None and isinstance(sharding, NamedSharding):
         columns = [slice(0, size) for size in file.shapes[theirs][1:]]
 
         def rows(start: int, stop: int) -> np.ndarray:
             return _padded(file, theirs, (slice(first + start, first + stop), *columns), dtype)
 
-        made = by_rows(rows, _theirs_shape(name, shape), shape, sharding)
+        made = by_rows(rows, _file_shape(parameter), shape, sharding)
         return made if order is None else jax.jit(lambda x: x[:, order], out_shardings=sharding)(made)
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
@@ -466,7 +425,7 @@ def _put(
         index = index or (slice(None),) * len(shape)
         ranges = tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
         if ranges not in parts:
-            rows, *columns = _theirs_cut(name, shape, tuple(slice(*ends) for ends in ranges))
+            rows, *columns = _file_cut(parameter, tuple(slice(*ends) for ends in ranges))
             sizes = [stop - start for start, stop in ranges]
             cut = slice(first + rows.start, first + rows.stop), *columns
             found = _padded(file, theirs, cut, dtype).reshape(sizes)
@@ -532,23 +491,21 @@ def _gathered(value: Array, *index: int) -> np.ndarray:
     return np.asarray(value)
 
 
-def _merged(name: str, shape: Shape) -> int | None:
-    """Returns the index of the parameter's heads axis, if it has one. Transformers merges this axis with the head_dim axis after it."""
-    if name == "output":
-        return 1
-    # A norm of each head has only one axis.
-    return 0 if name.startswith(("query", "key", "value")) and len(shape) > 1 else None
+def _heads_axis(axes: tuple[str, ...]) -> int | None:
+    """Returns the index of the axis of heads, if a parameter has one. Transformers merges this axis with the head_dim axis after it."""
+    return axes.index("head_dim") - 1 if "head_dim" in axes else None
 
 
-def _theirs_shape(name: str, shape: Shape) -> Shape:
-    axis = _merged(name, shape)
+def _file_shape(parameter: Parameter) -> Shape:
+    """Returns the shape of a parameter in transformers."""
+    shape, axis = parameter.shape, _heads_axis(parameter.axes)
     return shape if axis is None else (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
 
-def _theirs_cut(name: str, shape: Shape, whole: Cut) -> Cut:
-    """Converts `whole`, slices of the parameter `name` (of shape `shape`), to the corresponding slices of transformers' tensor."""
-    axis = _merged(name, shape)
+def _file_cut(parameter: Parameter, whole: Cut) -> Cut:
+    """Converts `whole`, slices of a parameter, to the corresponding slices of transformers' tensor."""
+    axis = _heads_axis(parameter.axes)
     if axis is None:
         return whole
-    heads, dim = whole[axis], shape[axis + 1]  # a head is never split
+    heads, dim = whole[axis], parameter.shape[axis + 1]  # a head is never split
     return (*whole[:axis], slice(heads.start * dim, heads.stop * dim), *whole[axis + 2 :])

@@ -24,8 +24,8 @@ TRAINER_RULES: Mapping[str, str | None] = {
     "mlp": "tensor",
     "head_dim": None,
     "norm": None,
-    "heads_norm": "tensor",
     "features": None,
+    "taps": None,
     "rank": None,
     "experts": "fsdp",
 }

@@ -39,12 +39,12 @@ class WeightTransfer:
     """Converts trainer parameters to this process's sampler weights. Every process calls it with the same parameters.
 
     Args:
-        params: decoder parameters with stacked blocks, or their shapes. They may consist of adapters only, or of a base without adapters.
+        params: decoder parameters with stacked layers, or their shapes. They may consist of adapters only, or of a base without adapters.
         where: all meshes of the run, or the mesh on which a single process trains and samples.
-        dtype: dtype of the sampler's weights. Norms remain in float32, as in the trainer, because rounding them would double the
+        dtype: dtype of the sampler's weights. Norms and the like remain in float32, as in the trainer, because rounding them would double the
             difference between the sampler's and the trainer's log-probabilities.
         eight_bit: store matrices as int8 with one scale per output (`Quantized`). Biases and adapters remain in `dtype`.
-        places: `DecoderConfig.places`; required if there are Gated DeltaNet layers.
+        places: `DecoderConfig.places`; required if there are layers of several kinds.
         join: join matrices that multiply the same tokens (see `dapo_jax.models.joined`). None: except on CPU, where joined matrices are not faster.
 
     Raises:
@@ -61,7 +61,7 @@ class WeightTransfer:
         self._waits = meshes.train.devices.flat[0].platform == "cpu"
         stacks = stacks_of(params)
         layers = range(jax.tree.leaves(params[stacks[0]])[0].shape[0])
-        self._places = places or [("blocks", index) for index in layers]
+        self._places = places or [(stacks[0], index) for index in layers]
         shapes = {
             "ends": jax.eval_shape(self._cast, _ends(params)),
             **{
@@ -127,9 +127,9 @@ class WeightTransfer:
 
     def _cast(self, tree: nnx.State) -> nnx.State:
         def cast(leaf: nnx.Variable) -> nnx.Variable:
-            axes = leaf.get_metadata()["axes"]
-            if is_float32(axes):
+            if is_float32(leaf):
                 return leaf
+            axes = leaf.get_metadata()["axes"]
             # A matrix product sums over all dimensions after the output dimensions. A bias has only output dimensions.
             summed = tuple(range(output_dimensions(axes).stop, len(axes)))
             if self._eight_bit and "rank" not in axes and summed:
@@ -166,7 +166,7 @@ def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:
     """Returns whether trainer and sampler can share one copy of the base. The base must have the sampler's `dtype` and equal
     shardings in trainer and sampler, and a single sampler must use all devices. `frozen` is the base, or its shapes, with stacked layers."""
     variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    kinds = {each.dtype.name for each in variables if not is_float32(each.get_metadata()["axes"])}
+    kinds = {each.dtype.name for each in variables if not is_float32(each)}
     if meshes.count > 1 or meshes.train.size != meshes.sampler.size or kinds != {dtype}:
         return False
     trained = jax.tree.leaves(shardings(frozen, meshes.train, TRAINER_RULES))

@@ -67,7 +67,7 @@ class Resident:
     decode_state: int = 0
     """The KV cache and the logits of all slots."""
     paused: int = 0
-    """Logits and recurrent states of all responses in flight; 0 unless more responses are in flight than there are slots."""
+    """Logits and states of fixed size of all responses in flight; 0 unless more responses are in flight than there are slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +135,11 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     ended = {**chunk, waits: there.reread}
     known: dict[str, tuple[str, dict[str, int]]] = {
         "transfer": ("transfer: layers", sampler),
-        "transfer_delta": ("transfer: Gated DeltaNet layers", sampler),
         "transfer_ends": ("transfer: embeddings", sampler),
         "prefill": ("sampling: prefill", prompts),
         "prefill_part": ("sampling: chunked prefill", chunks),
-        "prefill_part_delta": ("sampling: chunked prefill", chunks),
         "prefill_kept": ("sampling: end of a chunked prefill", {**chunks, **ended}),
         "prefill_empty": ("", {}),
-        "prefill_empty_state": ("", {}),
         "fill": ("sampling: fill slots", prompts),
         "insert": ("sampling: fill slots", prompts),
         "fill_part": ("sampling: fill slots after a chunked prefill", ended),
@@ -156,7 +153,10 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "update_add_shortest": ("update: shortest rows", accumulating),
         "update_apply": ("update: optimizer step", {**accumulating, **loaded}),
     }
-    return known.get(program) or known.get(program.partition("_")[0], ("", {}))
+    # The other names add a suffix to one of these, such as the stack of the layers.
+    words = program.split("_")
+    names = ("_".join(words[:count]) for count in range(len(words), 0, -1))
+    return next((known[name] for name in names if name in known), ("", {}))
 
 
 def phases(programs: Mapping[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:

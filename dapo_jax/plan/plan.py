@@ -40,7 +40,7 @@ class Plan:
     pages: PageSizes
     """The sizes of a sampler's KV cache."""
     token_bytes: dict[int, int]
-    """Bytes of one cached token in the layers with each window (0: all tokens), on each device over which its heads are sharded."""
+    """Bytes of one cached token in the layers of each page table (see `PageSizes`), on each device over which its heads are sharded."""
     topology: Topology | None = None
     programs: list[Program] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Plan:
         """The largest KV cache with which every compiled phase stays within `limit`.
 
         None if no compiled phase has a KV cache, or if not even one sequence would fit. The heads of a cached token are sharded over a group of devices,
-        and slots over several such groups. If more responses fit than there are slots, each additional slot also needs memory for its logits and recurrent state.
+        and slots over several such groups. If more responses fit than there are slots, each additional slot also needs memory for its logits and its states of fixed size.
         """
         sampling = [phase.total for phase in self.phases if "decode state" in phase.parts]
         if not sampling or self.limit is None:
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def response_bytes(self) -> int:
-        """Bytes of the KV cache of one response of the maximum length, on all of its devices. Layers with a window keep only the pages of the window."""
+        """Bytes of the KV cache of one response of the maximum length, on all of its devices. A layer keeps only the pages of the tokens to which it attends."""
         tokens = self.pages.table_pages * self.pages.page_tokens
         return int(self.pages.held_bytes(tokens, self.token_bytes)) * self.sizes.sampler["tensor"]
 
@@ -163,7 +163,7 @@ def plan(
         counted = "all offloaded moments are on the device during an update"
         on_device = config.optimizer.offload and bool(topology.chip.target)
         notes = (*resized, *topology.notes, *[counted] * on_device)
-    work = workload_of(config, assumed or Assumptions(), recurrent=decoder.delta is not None)
+    work = workload_of(config, assumed or Assumptions(), decoder=decoder)
     work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.
     placed = replaced(config, {"optimizer.offload": False}) if isinstance(devices[0], Absent) else config

@@ -33,6 +33,7 @@ from dapo_jax.run.training_pass import for_mesh
 from dapo_jax.run.updater_setup import has_reference, objective_of, updater_of
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.prefill import program_suffix
 from dapo_jax.text.tokenizers import ByteTokenizer
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Model
@@ -87,10 +88,8 @@ class Programs:
         transfer: Any = self._sampler.transfer
         made: dict[str, Lower] = self.engine.programs(transfer.shapes, decoded)
         rows, lengths, params = self.config.batch.rows_per_microbatch, self._row_lengths, self.state.params
-        names = {"blocks": "transfer", "delta_blocks": "transfer_delta", "ends": "transfer_ends"}
-        stacks = dict.fromkeys(name for name, _ in self.decoder.places)
-        for part in stacks_of(params) if self.decoder.lora else (*stacks, "ends"):
-            made[names[part]] = lambda part=part: transfer.lower(params)[part]
+        for part in stacks_of(params) if self.decoder.lora else (*self.decoder.stacks, "ends"):
+            made[f"transfer{program_suffix(part)}"] = lambda part=part: transfer.lower(params)[part]
         made |= self._updater.programs(self.state, capacity=self.work.room, rows=rows, lengths=lengths)
         scored = self.config.loss.old_logprobs == "trainer" and self.work.updates > 1
         if scored or self.config.loss.select != "all" or self._has_reference:
@@ -107,7 +106,7 @@ class Programs:
     def resident(self) -> Resident:
         """Bytes per device of the arrays that stay in memory between programs, computed from shapes."""
         sizes, state, decoder = self.sizes, self.state, self._policy.decoder
-        recurrent = -(-decoder.state_bytes // sizes.sampler["tensor"])
+        fixed = -(-decoder.state_bytes // sizes.sampler["tensor"])
         params = bytes_on_device(state.params, sizes.train)
         moments = bytes_on_device(state.opt_state, sizes.train)
         rows, (longest, *shorter) = self.config.batch.rows_per_microbatch, self._row_lengths
@@ -123,12 +122,13 @@ class Programs:
         # If the pages run out, a response of any length may be re-prefilled.
         prefilled = capacity if engine.page_sizes.runs_out else prefill.longest
         chunks = -(-capacity // width) * width if prefilled > width else 0
-        reread = chunks and chunks * each + prefill.row_prompts * decoder.vocab_rows * 4 + recurrent
-        heads = -(-decoder.kv_heads // sizes.sampler["tensor"])
+        reread = chunks and chunks * each + prefill.row_prompts * decoder.vocab_rows * 4 + fixed
         base = bytes_on_device(transfer.base_shapes, sizes.sampler) if self.decoder.lora else 0
         # The residual stream and the rotary embedding of one chunk, in float32.
         flowing = 4 * (decoder.embed_dim + decoder.head_dim) * width
-        cached = 2 * decoder.count("blocks") * heads * decoder.head_dim * item(self._dtype)
+        tensor = sizes.sampler["tensor"]
+        features = sum(-(-state.kv_heads // tensor) * state.head_dim for state in decoder.paged)
+        cached = 2 * features * item(self._dtype)
         return Resident(
             state=params + moments,
             moments=moments,
@@ -143,8 +143,8 @@ class Programs:
             minibatch=first + sum(others),
             shorter=sum(others),
             gradient=bytes_on_device(self._updater.sums_structs(state), sizes.train),
-            prefix=prefix_bytes(decoder, prefill, token_bytes=each, state_bytes=recurrent),
-            buffers=chunks and cached * chunks + flowing + recurrent,
+            prefix=prefix_bytes(decoder, prefill, token_bytes=each, state_bytes=fixed),
+            buffers=chunks and cached * chunks + flowing + fixed,
             reread=reread,
             waiting=reread if prefill.longest > width else 0,
             decode_state=bytes_on_device(engine.state_structs, sizes.sampler),

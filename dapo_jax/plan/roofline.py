@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.models.gated_delta import CHUNK
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.sizes import decoder_of
@@ -18,6 +17,7 @@ from dapo_jax.run.sampler_setup import rollout_spec
 from dapo_jax.run.teacher import teacher_of
 from dapo_jax.run.updater_setup import has_reference, objective_of
 from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.prefill import program_suffix
 from dapo_jax.sampling.prompt_packing import PrefillShape
 
 
@@ -79,14 +79,13 @@ def work_of(
     """Returns the work of each phase of a step. The received bytes are counted in the compiled `programs`."""
     # Most prompts are prefilled by the programs whose names begin with this prefix.
     prefill = "prefill_rows" if prefill_shape_of(config).rows > 1 else "prefill_row"
-    attends, recurs = decoder.count("blocks"), decoder.count("delta_blocks")
+    of_layers = [program_suffix(stack) for stack, _ in decoder.places]
     in_each_run = {
-        "transfer": ["transfer_ends", *["transfer"] * attends, *["transfer_delta"] * recurs],
+        "transfer": ["transfer_ends", *[f"transfer{suffix}" for suffix in of_layers]],
         "prefill": [
             f"{prefill}_embed",
             f"{prefill}_head",
-            *[prefill] * attends,
-            *[f"{prefill}_delta"] * recurs,
+            *[f"{prefill}{suffix}" for suffix in of_layers],
         ],
         "decode": ["generate"],
         "log-probabilities": ["score"],
@@ -138,61 +137,39 @@ def decode_steps(work: Workload, samplers: int, parallel: float) -> float:
 def matrix_parameters(decoder: DecoderConfig, tokens: int | float = 1) -> int | float:
     """Returns the number of weights in the layers' matrices and adapters that `tokens` tokens use, without embedding and unembedding.
 
-    If each token chooses k of E experts at random, n tokens use E (1 - (1 - k / E)^n) of them. Routers that were trained choose less evenly.
+    Of the experts, tokens use a share (see `Mlp.used`).
     """
-    heads = decoder.head_dim * ((2 + decoder.attention_gate) * decoder.heads + 2 * decoder.kv_heads)
-    mixers = decoder.count("blocks") * heads
-    if decoder.delta is not None:
-        mixers += decoder.count("delta_blocks") * (decoder.delta.matrix_rows + decoder.delta.outputs)
     adapters = 0 if decoder.lora is None else decoder.trained_parameters
-    mlp: int | float = 3 * decoder.mlp_dim
-    if experts := decoder.experts:
-        used = experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens)
-        mlp = used * mlp + experts.count
-    return decoder.embed_dim * (mixers + decoder.layers * mlp) + adapters
+    return decoder.of_all_layers(lambda kind: kind.matrix_parameters(decoder, tokens)) + adapters
 
 
 def forward_flops(
-    decoder: DecoderConfig, *, tokens: int | float = 0, pairs: int | float = 0, logits: int | float = 0, chunk: int = CHUNK
+    decoder: DecoderConfig, *, tokens: int | float = 0, pairs: int | float = 0, logits: int | float = 0, decoding: bool = False
 ) -> int | float:  # fmt: skip
     """Returns the operations of a forward pass. A matrix product of [m, k] and [k, n] requires 2 m k n operations.
 
     `tokens` is the number of tokens that pass through the layers, and `logits` the number of tokens for which logits are computed.
-    `pairs` is the number of query-key pairs. Each pair requires one product with a key and one with a value in every head.
-    `chunk` is the number of tokens in a chunk of a Gated DeltaNet layer, or 0 for one token at a time.
+    `pairs` is the number of query-key pairs in each layer with pages. `decoding`: the layers process one token at a time, not whole rows.
     """
-    recurrence = decoder.count("delta_blocks") * _recurrence_flops(decoder, chunk)
-    layers = 2 * matrix_parameters(decoder) + recurrence
-    attention = 4 * decoder.count("blocks") * decoder.heads * decoder.head_dim
+    mixers = [kind.mixer.flops(decoder, decoding=decoding) for kind in decoder.kinds if kind.mixer]
+    of_tokens, of_pairs = (sum(flops) for flops in zip(*mixers, strict=True))
+    layers = 2 * matrix_parameters(decoder) + of_tokens
     unembedding = 2 * _unembedding_parameters(decoder)
-    return layers * tokens + attention * pairs + unembedding * logits
+    return layers * tokens + of_pairs * pairs + unembedding * logits
 
 
-def _recurrence_flops(decoder: DecoderConfig, chunk: int) -> int:
-    """Returns the operations per token of the recurrence in one Gated DeltaNet layer.
+def read_share(decoder: DecoderConfig, last: int | float, *, first: int | float = 0) -> float:
+    """Returns the share of causal query-key pairs that the layers with pages compute, for the queries after token `first` up to token `last` of a sequence.
 
-    A token is multiplied by the state twice, and changes it once. In a chunk of C tokens, each token has C products of keys, of queries and of changes
-    (twice), and its share of the 2 log2(C) products of C x C matrices in the inverse and of one product for the decays.
-    """
-    if (sizes := decoder.delta) is None:
-        return 0
-    squares = 2 * chunk * chunk * (2 * math.ceil(math.log2(chunk)) + 1) if chunk else 0
-    of_value = 6 * sizes.key_dim * sizes.value_dim + 4 * chunk * sizes.value_dim + squares
-    return sizes.value_heads * of_value + sizes.key_heads * 4 * chunk * sizes.key_dim
-
-
-def window_share(decoder: DecoderConfig, last: int | float, *, first: int | float = 0) -> float:
-    """Returns the share of causal query-key pairs that are within the windows of the layers, for the queries after token `first` up to token `last` of a sequence.
-
-    With a window w, the token at position i (from 1 on) attends to min(i, w) tokens.
+    If a layer reads the last w tokens, the token at position i (from 1 on) attends to min(i, w) tokens.
     """
 
-    def pairs(window: int) -> float:
-        most = window or math.inf
+    def pairs(read: int) -> float:
+        most = read or math.inf
         return _pairs(last, most) - _pairs(first, most)
 
-    windows = decoder.windows or (0,)
-    return sum(map(pairs, windows)) / (pairs(0) * len(windows))
+    read = [state.tokens for state in decoder.paged]
+    return sum(map(pairs, read)) / (pairs(0) * len(read))
 
 
 def _pairs(tokens: int | float, most: int | float) -> float:
@@ -202,10 +179,9 @@ def _pairs(tokens: int | float, most: int | float) -> float:
 
 
 def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig) -> int:
-    """Returns the size in bytes of one token's keys and values across all layers with attention, with the scales of an int8 cache."""
-    plain = decoder.head_dim * item(config.model.compute_dtype)
-    each = decoder.head_dim + 4 if config.sampling.cache_dtype else plain
-    return 2 * decoder.count("blocks") * decoder.kv_heads * each
+    """Returns the size in bytes of one token's keys and values across all layers with pages, with the scales of an int8 cache."""
+    size, scale = (1, 4) if config.sampling.cache_dtype else (item(config.model.compute_dtype), 0)
+    return sum(2 * state.kv_heads * (state.head_dim * size + scale) for state in decoder.paged)
 
 
 def item(dtype: str) -> int:
@@ -244,7 +220,7 @@ def _prefill(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     read = list(zip(lengths, counts, strict=True))
 
     def flops(length: float) -> int | float:
-        pairs = length * (length + 1) / 2 * window_share(decoder, length)
+        pairs = length * (length + 1) / 2 * read_share(decoder, length)
         return forward_flops(decoder, tokens=length, pairs=pairs, logits=1)
 
     once, *more = (count * flops(length) for length, count in read)
@@ -268,19 +244,19 @@ def _calls(shape: PrefillShape, length: float) -> float:
 def _decode(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, pages: PageSizes
 ) -> Work:
-    """Counts the decode steps. Each reads the weights once, and the cached tokens of every response on the device. It also reads and writes their recurrent states."""
+    """Counts the decode steps. Each reads the weights once, and the cached tokens of every response on the device. It also reads and writes their states of fixed size."""
     parallel = in_flight(config, work, pages, sizes.samplers)
     steps = decode_steps(work, sizes.samplers, parallel)
     calls = steps / config.sampling.steps_per_call
     tokens = work.responses * work.response_mean / sizes.samplers
-    # Slots read the pages from the first in a window on, if the kernel for TPU is used. Other caches read more.
-    seen = work.context * window_share(decoder, work.sequence, first=work.prompt_mean)
-    flops = forward_flops(decoder, tokens=tokens, pairs=tokens * seen, logits=tokens, chunk=0)
+    # Slots read only the pages with tokens that a layer attends to, if the kernel for TPU is used. Other caches read more.
+    seen = work.context * read_share(decoder, work.sequence, first=work.prompt_mean)
+    flops = forward_flops(decoder, tokens=tokens, pairs=tokens * seen, logits=tokens, decoding=True)
     flops /= sizes.sampler_devices
     # The heads are split over `tensor`, the slots over the other axes.
     each = cache_bytes_per_token(config, decoder) / sizes.sampler["tensor"]
-    recurrent = 2 * decoder.state_bytes / sizes.sampler["tensor"]
-    cache = tokens / batch_shards(sizes.sampler) * (seen * each + recurrent)
+    fixed = 2 * decoder.state_bytes / sizes.sampler["tensor"]
+    cache = tokens / batch_shards(sizes.sampler) * (seen * each + fixed)
     # The slots are split over the batch axes, so each device reads the experts of its own tokens.
     weights = decode_weight_parameters(decoder, parallel / batch_shards(sizes.sampler))
     read = steps * _sampler_bytes(weights, config, sizes) + cache
@@ -302,7 +278,7 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     pairs = tokens * (config.row_tokens + 1) / 2
 
     def forward(decoder: DecoderConfig) -> tuple[float, float, float]:
-        near, nearest = (window_share(decoder, length) for length in (work.sequence, config.row_tokens))
+        near, nearest = (read_share(decoder, length) for length in (work.sequence, config.row_tokens))
         own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended * near, logits=count)
         one = forward_flops(decoder, tokens=tokens, pairs=pairs * nearest, logits=tokens)
         # Each pass over a microbatch reads the gathered weights in the compute dtype. They remain sharded over the tensor axis.

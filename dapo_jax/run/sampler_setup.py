@@ -1,10 +1,8 @@
 """Builds the sampler from a configuration: its engine, the shape of its prefill, and the size of its KV cache."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -12,13 +10,13 @@ from dapo_jax.config import EvaluateConfig, SamplingConfig, TrainConfig
 from dapo_jax.config.keys import prefixed
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import bytes_on_device, least_device_bytes
-from dapo_jax.parallel.mesh import BATCH_AXES, Meshes
+from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.sampler_programs import compile_sampling, engine_of, transfer_of
-from dapo_jax.sampling.caches import kind_for, sizes_for, token_bytes
+from dapo_jax.sampling.caches import token_bytes
 from dapo_jax.sampling.engine import FEED_TOKENS
-from dapo_jax.sampling.interface import Engine
+from dapo_jax.sampling.engine_spec import EngineSpec, batch_devices
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
@@ -126,15 +124,11 @@ def response_sampler(
     sampling, mesh = spec.sampling, meshes.sampler
     transfer = transfer_of(policy, meshes, sampling, dtype=spec.compute_dtype)
     memory = memory or least_device_bytes(mesh)
-    room = room_for_cache(
-        policy.decoder,
-        mesh,
-        spec,
-        spec.prefill,
-        resident=resident + bytes_on_device(transfer.shapes, mesh.shape),
-        memory=memory,
-    )
-    engine = _engine(policy, mesh, spec, cache_bytes=room)
+    of_engine = _engine_spec(policy, spec)
+    resident += bytes_on_device(transfer.shapes, mesh.shape)
+    room = room_for_cache(policy.decoder, mesh, of_engine, resident=resident, memory=memory)
+    with prefixed(""):
+        engine = engine_of(policy.decoder, mesh, replace(of_engine, cache_bytes=room))
     known = room is not None and memory is not None
     return ResponseSampler(
         engine,
@@ -149,74 +143,61 @@ def response_sampler(
     )
 
 
-def _engine(policy: Policy, mesh: Mesh, spec: SamplerSpec, *, cache_bytes: int | None) -> Engine:
-    """Returns the engine of a sampler, whose cache has at most `cache_bytes` bytes per device."""
+def _engine_spec(policy: Policy, spec: SamplerSpec) -> EngineSpec:
     sampling = spec.sampling
-    with prefixed(""):
-        return engine_of(
-            policy.decoder,
-            mesh=mesh,
-            slots=sampling.slots,
-            capacity=spec.capacity,
-            steps_per_call=sampling.steps_per_call,
-            stop_ids=tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids)),
-            compute_dtype=spec.compute_dtype,
-            page_tokens=sampling.page_tokens,
-            cache_tokens=sampling.cache_tokens,
-            cache_dtype=sampling.cache_dtype,
-            cache_bytes=cache_bytes,
-            in_flight=spec.in_flight,
-            prefill=spec.prefill,
-            batch_invariant=sampling.batch_invariant,
-            has_turns=spec.has_turns,
-            records_routes=spec.records_routes,
-        )
+    return EngineSpec(
+        slots=sampling.slots,
+        capacity=spec.capacity,
+        steps_per_call=sampling.steps_per_call,
+        stop_ids=tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids)),
+        compute_dtype=spec.compute_dtype,
+        page_tokens=sampling.page_tokens,
+        cache_tokens=sampling.cache_tokens,
+        cache_dtype=sampling.cache_dtype,
+        in_flight=spec.in_flight,
+        prefill=spec.prefill,
+        batch_invariant=sampling.batch_invariant,
+        has_turns=spec.has_turns,
+        records_routes=spec.records_routes,
+    )
 
 
 def room_for_cache(
-    decoder: DecoderConfig,
-    mesh: Mesh,
-    spec: SamplerSpec,
-    shape: PrefillShape,
-    *,
-    resident: int,
-    memory: int | None,
+    decoder: DecoderConfig, mesh: Mesh, spec: EngineSpec, *, resident: int, memory: int | None
 ) -> int | None:
     """Returns the number of bytes per device that the KV cache may use. It is 0 or negative if no memory is left.
 
     Returns None if the size of the cache does not depend on memory, because `sampling.cache_tokens` is set, the cache has no pages, or the device
     does not report its memory.
 
-    `mesh` is the sampler's mesh, and `shape` the shape of one prefill. The other arguments are as in `response_sampler`, except that `resident` includes
-    the sampler's weights.
+    `resident` and `memory` are as in `response_sampler`, except that `resident` includes the sampler's weights.
     """
-    sampling, capacity, in_flight = spec.sampling, spec.capacity, spec.in_flight
-    dtype = sampling.cache_dtype or spec.compute_dtype
-    leaves_slots = in_flight > 0 or sampling.batch_invariant or spec.has_turns
-    asked: Any = {"page_tokens": sampling.page_tokens, "cache_tokens": sampling.cache_tokens, "dtype": dtype}
-    kind = kind_for(mesh, **asked, turns=leaves_slots, capacity=capacity)
-    if memory is None or sampling.cache_tokens or kind == "slots":
+    kind = spec.cache_kind(mesh)
+    if memory is None or spec.cache_tokens or kind == "slots":
         return None
-    spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    by_window = token_bytes(decoder, mesh, dtype=dtype, kind=kind)
-    each = sum(by_window.values())
+    spread, shape = batch_devices(mesh), spec.prefill_shape
+    by_table = token_bytes(decoder, mesh, dtype=spec.stored_dtype, kind=kind)
+    each = sum(by_table.values())
     computed = sum(token_bytes(decoder, mesh, dtype=spec.compute_dtype, kind=kind).values())
-    room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
+    room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, spec.slots // spread)
     state = -(-decoder.state_bytes // mesh.shape["tensor"])
-    room -= sampling.slots // spread * state
-    if in_flight > sampling.slots:  # there is room for the logits and the state of each paused response
-        room -= in_flight * decoder.vocab_rows * 4 + -(-in_flight // spread) * state
+    room -= spec.slots // spread * state
+    if spec.in_flight > spec.slots:  # there is room for the logits and the state of each paused response
+        room -= spec.in_flight * decoder.vocab_rows * 4 + -(-spec.in_flight // spread) * state
     # Up to two prefills are in memory, because responses of one prefill may still wait for slots when the next prefill begins.
     rows = 2 * prefix_bytes(decoder, shape, token_bytes=each, state_bytes=state)
     # During chunked prefill, keys and values of the context are stored both in the compute dtype and in the dtype of the cache.
-    width = -(-capacity // shape.width) * shape.width
+    width = -(-spec.capacity // shape.width) * shape.width
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4 + state
-    sizes = sizes_for(
-        kind, mesh, holders=sampling.slots, capacity=capacity, token_bytes=by_window,
-        call_tokens=sampling.steps_per_call + FEED_TOKENS * spec.has_turns, **asked,
-    )  # fmt: skip
-    all_slots = sampling.slots // spread * sizes.held_bytes(capacity, by_window)
-    if not in_flight and shape.longest <= shape.width and room - rows >= all_slots:
+    sizes = spec.page_sizes(
+        mesh,
+        kind,
+        by_table,
+        holders=spec.slots,
+        call_tokens=spec.steps_per_call + FEED_TOKENS * spec.has_turns,
+    )
+    all_slots = spec.slots // spread * sizes.held_bytes(spec.capacity, by_table)
+    if not spec.in_flight and shape.longest <= shape.width and room - rows >= all_slots:
         return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used
     return room - max(rows, rows // 2 + parts)
 
@@ -227,7 +208,7 @@ def logits_bytes(decoder: DecoderConfig, slots: int) -> int:
 
 
 def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: int, state_bytes: int) -> int:
-    """Returns the size of the results of one prefill in bytes: the keys and values of all its rows, and the logits and recurrent state after each prompt.
+    """Returns the size of the results of one prefill in bytes: the keys and values of all its rows, and the logits and states of fixed size after each prompt.
     `state_bytes` is the size of one sequence's state on a device."""
     return shape.rows * (
         shape.width * token_bytes + shape.row_prompts * (decoder.vocab_rows * 4 + state_bytes)

@@ -66,9 +66,9 @@ def training_pass(
         ConfigError: row length, mesh and attention do not fit together.
     """
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
-    if decoder.delta is not None and context > 1:
+    if decoder.fixed and context > 1:
         raise ConfigError(
-            f"parallel.context={context} splits rows over devices, but each part of a row in a Gated DeltaNet layer needs the state after the parts before it: "
+            f"parallel.context={context} splits rows over devices, but this model has layers in which each part of a row needs the state after the parts before it: "
             "set parallel.context=1, and use parallel.fsdp or parallel.tensor"
         )
     device = device or mesh.devices.flat[0]

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from dapo_jax.models.kinds import Paged
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.sampling import cache, gpu_cache, paged_cache, tpu_cache
@@ -58,24 +59,19 @@ def without_kernel(mesh: Mesh, dtype: str) -> str:
     return f"decoding on {device.device_kind} uses XLA operations for attention, which are slower than a kernel: {reason}"
 
 
-def layer_windows(config: DecoderConfig) -> tuple[int, ...]:
-    """Returns, for each layer with attention, the number of tokens to which a new token attends, including itself, or 0 for all tokens."""
-    windows = config.windows or (0,) * config.layers
-    return tuple(
-        window for window, (stack, _) in zip(windows, config.places, strict=True) if stack == "blocks"
-    )
-
-
 def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) -> dict[int, int]:
-    """Returns, for each window of the layers, the size in bytes, per device, of one token's keys, values and scales in the layers with this window. The heads are
-    sharded over the devices. The longest window comes first; 0 means all tokens."""
-    heads, tokens = -(-config.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
-    page = jax.eval_shape(lambda: _MODULES[kind].empty(1, heads, tokens, config.head_dim, dtype))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
-    counts = sorted(
-        Counter(layer_windows(config)).items(), key=lambda item: item[0] or math.inf, reverse=True
-    )
-    return {window: layers * size // tokens for window, layers in counts}
+    """Returns, for each number of last tokens that layers read, the size in bytes, per device, of one token's keys, values and scales in these layers. The heads are
+    sharded over the devices. The largest number comes first; 0 means all tokens."""
+
+    def size(state: Paged) -> int:
+        heads, tokens = -(-state.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
+        page = jax.eval_shape(lambda: _MODULES[kind].empty(1, heads, tokens, state.head_dim, dtype))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
+
+    found = Counter[int]()
+    for state in config.paged:
+        found[state.tokens] += size(state)
+    return dict(sorted(found.items(), key=lambda item: item[0] or math.inf, reverse=True))
 
 
 def sizes_for(
@@ -146,15 +142,15 @@ def sizes_for(
 
 
 def cache_for(
-    kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, cache_dtype: str, compute_dtype: str, windows: Sequence[int] = (),
-    cap: float | None = None,
-) -> Cache:  # fmt: skip
+    kind: Kind, mesh: Mesh, sizes: PageSizes, config: DecoderConfig, *, cache_dtype: str, compute_dtype: str
+) -> Cache:
     """Returns the functions of a cache of kind `kind`. Keys and values are stored in `cache_dtype`, and attention products are computed in `compute_dtype`.
-    On any platform other than its own, a kernel runs in the slow interpret mode. `windows` and `cap` are the layers' windows (see `DecoderConfig`) and the cap of the attention scores.
+    On any platform other than its own, a kernel runs in the slow interpret mode.
 
     Raises:
         ValueError: the key-value heads cannot be split over the mesh.
     """
+    cap, kv_heads, head_dim = config.score_cap, config.kv_heads, config.head_dim
     if kind == "slots":
         return DENSE if cap is None else replace(DENSE, extend=partial(DENSE.extend, cap=cap))
     heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
@@ -172,7 +168,7 @@ def cache_for(
         extend = partial(extend, cap=cap)
     if kind == "tpu":
         at_once = tpu_cache.pages_at_once(kv_heads // tensor, sizes.page_tokens, head_dim, cache_dtype)
-        reading = partial(reading, at_once=at_once, windows=windows or (0,))
+        reading = partial(reading, at_once=at_once, windows=[state.tokens for state in config.paged])
     if kind != "pages":
         extend = partial(extend, interpret=mesh.devices.flat[0].platform != kind)
     # Each device processes its own slots and heads, because its page numbers refer to its own pool and XLA cannot partition a kernel.

@@ -20,19 +20,21 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from dapo_jax.dapo.tokens import NO_ROUTE
-from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, empty_state, rope_tables
-from dapo_jax.models.gated_delta import DeltaState, one_token
+from dapo_jax.models.decoder import Block, EmbeddingAndHead
+from dapo_jax.models.kinds import DecodingStep, Paged
 from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.projections import rope_tables
+from dapo_jax.models.rope import RopeTables
 from dapo_jax.numerics.quantization import Quantized
 from dapo_jax.parallel.gpu_settings import DECODING_OPTIONS
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.training_layout import SamplerLayout
 from dapo_jax.parallel.weights import SamplerWeights
-from dapo_jax.sampling.caches import Kind, cache_for, kind_for, layer_windows, sizes_for, token_bytes
+from dapo_jax.sampling.caches import cache_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
+from dapo_jax.sampling.engine_spec import BLOCK_SLOTS, EngineSpec, batch_devices
 from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.prefill import Known, Prefill, Prefix, Read
-from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +43,7 @@ class DecodeState:
     """The state of all slots. `insert` and `generate` donate its buffers."""
 
     layers: tuple[Any, ...]
-    """The KV cache of each layer with attention, in pages."""
+    """The KV cache of each layer with pages."""
     logits: Float[Array, "slots vocab"] | Any
     """Logits of each slot's next token."""
     lengths: Int[Array, " slots"] | Any
@@ -52,23 +54,16 @@ class DecodeState:
     live: Bool[Array, " slots"] | Any
     keys: Key[Array, " slots"] | Any
     """Random key of each slot's response."""
-    states: tuple[DeltaState, ...] = ()
-    """The recurrent state of each slot in each Gated DeltaNet layer. A slot that is not live keeps its state."""
+    states: tuple[Any, ...] = ()
+    """The state of each slot in each layer whose state has a fixed size. A slot that is not live keeps its state."""
     fed: Int[Array, "slots feed_tokens"] | Any = ()
     """Tokens to feed to each slot before it samples, right-aligned; () if the engine does not feed tokens."""
     to_feed: Int[Array, " slots"] | Any = ()
     """Number of tokens that still have to be fed to each slot."""
 
 
-_ROWS, _TOKENS = 4, 4096
-"""Default maximum numbers of rows and tokens per prefill call."""
-
 FEED_TOKENS = 64
 """Maximum number of tokens to feed one at a time between turns. Each token costs a decoding step, so longer inputs are prefilled instead."""
-
-BLOCK_SLOTS = 8
-"""Number of slots per device that a batch-invariant engine decodes together. The summation order in a program depends on its shapes, so the shapes must not
-depend on the number of slots."""
 
 _Carry = tuple[Array, DecodeState, dict[str, Array]]
 
@@ -85,104 +80,73 @@ class _Call(NamedTuple):
 class DecoderEngine:
     """The engine (`interface.Engine`) for `dapo_jax.models.decoder`, on one mesh."""
 
-    def __init__(
-        self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
-        compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "", in_flight: int = 0,
-        cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None, batch_invariant: bool = False, has_turns: bool = False,
-        records_routes: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: DecoderConfig, mesh: Mesh, spec: EngineSpec) -> None:
         """Builds the programs for one mesh.
-
-        Args:
-            page_tokens, cache_tokens: see `sizes_for`.
-            cache_bytes: size of the cache in bytes on each device, used if `cache_tokens` is 0. If None, the cache has room for all slots at full length.
-            cache_dtype: dtype of keys and values. Defaults to `compute_dtype`.
-            cache: the kind of cache. Defaults to the kind for the platform.
-            prefill: rows and tokens per prefill call. Defaults to at most 4 rows and 4,096 tokens.
-            in_flight: number of responses in flight. Each may have pages in the cache. If there are fewer slots, responses take turns in the slots. All
-                responses are re-prefilled when the weights change.
-            batch_invariant: no bit of a response may depend on the number of slots or on other requests. If `prefill` is given, its `alone` must be True.
-            has_turns: responses are multi-turn episodes. While its environment works, an episode keeps its pages until other responses need them; at most
-                `slots` episodes can. The answer's tokens are then fed. A batch-invariant engine re-prefills instead, because feeding rounds differently.
-            records_routes: return the experts that a model with experts chooses for each token. There must be at most `NO_ROUTE` experts.
 
         Raises:
             ValueError: the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one
                 sequence (with `batch_invariant`: all sequences).
         """
-        spread = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
-        if slots % spread:
-            raise ValueError(
-                f"sampling.slots={slots} must be a multiple of parallel.data x parallel.fsdp = {spread}, "
-                f"because slots are split over these axes; for example {slots // spread * spread + spread}"
-            )
-        block = spread * BLOCK_SLOTS
-        self._spread, self._blocks = spread, slots // block if batch_invariant else 0
-        if batch_invariant and slots % block:
-            raise ValueError(
-                f"sampling.slots={slots} must be a multiple of {BLOCK_SLOTS} x parallel.data x parallel.fsdp = {block} with sampling.batch_invariant=true, "
-                f"because each device decodes {BLOCK_SLOTS} slots at a time; for example {-(-slots // block) * block}"
-            )
-        if capacity > config.max_positions:
-            raise ValueError(
-                f"prompt and response need {capacity} positions, but the model has {config.max_positions}; "
-                "lower data.max_prompt_tokens or sampling.max_response_tokens"
-            )
-        config = config.for_length(capacity)
-        self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
-        self.steps_per_call = steps_per_call
-        self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
+        spec.check(config, mesh)
+        config = config.for_length(spec.capacity)
+        self._spread = spread = batch_devices(mesh)
+        self._blocks = spec.slots // (spread * BLOCK_SLOTS) if spec.batch_invariant else 0
+        self.slots, self.capacity, self.stop_ids = spec.slots, spec.capacity, tuple(spec.stop_ids)
+        self.steps_per_call = spec.steps_per_call
+        self._config, self._dtype, self._cache_dtype = config, spec.compute_dtype, spec.stored_dtype
         # On a GPU, a call always runs all steps: the host would have to read each data-dependent condition, and a branch would copy the cache.
         self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
-        asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
-        leaves_slots = in_flight > 0 or batch_invariant or has_turns
-        kind = cache or kind_for(mesh, **asked, turns=leaves_slots, capacity=capacity)
-        # Pages can stay outside the slots, but recurrent states cannot, so models with Gated DeltaNet re-prefill episodes between turns.
-        parks = has_turns and not batch_invariant and config.delta is None
-        holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
-        experts = config.experts if records_routes else None
+        # Pages can stay outside the slots, but states of fixed size cannot, so models with such states re-prefill episodes between turns.
+        parks = spec.has_turns and not spec.batch_invariant and not config.fixed
+        holders = max(spec.slots * (1 + parks), -(-spec.in_flight // spread) * spread)
+        experts = config.experts if spec.records_routes else None
         self._routes = None if experts is None else (config.layers, experts.chosen)
-        self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
+        self._takes_turns = spec.in_flight > spec.slots
+        self._reads_again = spec.in_flight > 0 or spec.has_turns
         self.feed_tokens: int = FEED_TOKENS if parks else 0
-        self.token_bytes: dict[int, int] = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
-        """Size in bytes, per device, of one token in the KV cache of the layers with each window, with the heads sharded over the devices."""
-        self.page_sizes = sizes_for(
-            kind, mesh, holders=holders, capacity=capacity, room=cache_bytes, token_bytes=self.token_bytes,
-            call_tokens=steps_per_call + self.feed_tokens, **asked,
-        )  # fmt: skip
-        self._tables = tuple(map(self.page_sizes.windows.index, layer_windows(config)))
-        if batch_invariant and self.page_sizes.runs_out:
+        kind = spec.cache_kind(mesh)
+        self.token_bytes: dict[int, int] = token_bytes(config, mesh, dtype=spec.stored_dtype, kind=kind)
+        """Size in bytes, per device, of one token in the KV cache of the layers with each table, with the heads sharded over the devices."""
+        self.page_sizes = spec.page_sizes(
+            mesh, kind, self.token_bytes, holders=holders, call_tokens=spec.steps_per_call + self.feed_tokens
+        )
+        self._tables = tuple(self.page_sizes.table_of(state.tokens) for state in config.paged)
+        if spec.batch_invariant and self.page_sizes.runs_out:
             raise ValueError(
                 "sampling.batch_invariant=true needs a cache that holds every response to its end, because re-prefilling a preempted response rounds differently: "
-                f"leave out sampling.cache_tokens, or lower sampling.slots, rollout.in_flight or sampling.max_response_tokens; {holders} sequences of up to {capacity} tokens "
+                f"leave out sampling.cache_tokens, or lower sampling.slots, rollout.in_flight or sampling.max_response_tokens; {holders} sequences of up to {spec.capacity} tokens "
                 f"do not fit in {self.page_sizes.pools * self.page_sizes.pool_pages} pages of {self.page_sizes.page_tokens} tokens"
             )
 
         def blocks(layout: SamplerLayout) -> dict[str, nnx.GraphDef[Block]]:
-            how: Any = {"compute_dtype": compute_dtype, "layout": layout}
-            stacks = {name: name == "delta_blocks" for name, _ in config.places}
+            how: Any = {"compute_dtype": spec.compute_dtype, "layout": layout}
             made = nnx.eval_shape(
                 lambda: {
-                    name: Block(config, rngs=nnx.Rngs(0), delta=delta, **how)
-                    for name, delta in stacks.items()
+                    stack: Block(config, kind, rngs=nnx.Rngs(0), **how)
+                    for stack, kind in config.stacks.items()
                 }
             )
             return {name: nnx.split(block)[0] for name, block in made.items()}
 
         self._graphs = blocks(SamplerLayout(mesh, by_slot=True))
         self._ends, _ = nnx.split(
-            nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
+            nnx.eval_shape(
+                lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=spec.compute_dtype)
+            )
         )
-        heads = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
-        dtypes = {"cache_dtype": self._cache_dtype, "compute_dtype": compute_dtype}
-        masks: Any = {"windows": config.windows, "cap": config.score_cap}
-        self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes, **masks)
+        dtypes = {"cache_dtype": spec.stored_dtype, "compute_dtype": spec.compute_dtype}
+        self._cache = cache_for(kind, mesh, self.page_sizes, config, **dtypes)
         self._read = Prefill(
-            config, mesh, self._cache, blocks=blocks(SamplerLayout(mesh)), ends=self._ends, capacity=capacity, **dtypes, routes=self._routes,
-            shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
+            config, mesh, self._cache, blocks=blocks(SamplerLayout(mesh)), ends=self._ends, capacity=spec.capacity, **dtypes, routes=self._routes,
+            shape=spec.prefill_shape,
         )  # fmt: skip
+        self._jit_programs(mesh)
+
+    def _jit_programs(self, mesh: Mesh) -> None:
         # Each device samples for its share of the slots, from complete rows of logits. So only the logits are transferred between devices, and only once.
-        share = (*BATCH_AXES, "tensor") if slots % (spread * mesh.shape["tensor"]) == 0 else BATCH_AXES
+        share = (
+            (*BATCH_AXES, "tensor") if self.slots % (self._spread * mesh.shape["tensor"]) == 0 else BATCH_AXES
+        )
         self._whole, self._rows, self._shares, self._columns, self._halves = (
             NamedSharding(mesh, PartitionSpec(*axes))
             for axes in ((), (BATCH_AXES,), (share,), (None, BATCH_AXES), (BATCH_AXES, "tensor"))
@@ -223,7 +187,7 @@ class DecoderEngine:
         """Inserts prefilled prompts into slots. One program inserts all responses and writes up to `slots` pages. Another program writes any further pages."""
         fills = [(fill.table, prompt, fill.first, fill.page) for prompt, fill in insertion.fills]
         columns = np.array(fills, np.int32).reshape(-1, 4).T
-        by_table = [columns[1:, columns[0] == table] for table in range(len(self.page_sizes.windows))]
+        by_table = [columns[1:, columns[0] == table] for table in range(self.page_sizes.tables)]
         for start in range(self.slots, max(pages.shape[1] for pages in by_table), self.slots):
             state = replace(state, layers=self._fill(prefix, state.layers, self._pages(by_table, start)))
         responses = (
@@ -298,7 +262,7 @@ class DecoderEngine:
         shapes = (), (slots,), (3, slots), (7, slots), (slots, self.page_sizes.table_pages)
         # These arguments are host arrays, so their structs have no sharding.
         number, column, fills, rows, table = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-        count = len(self.page_sizes.windows)
+        count = self.page_sizes.tables
         pages, tables = ((fills, number),) * count, (table,) * count
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
         positions = jax.ShapeDtypeStruct((self.capacity,), jnp.int32)
@@ -346,16 +310,18 @@ class DecoderEngine:
 
     def _init_program(self) -> DecodeState:
         config, slots, sizes = self._config, self.slots, self.page_sizes
-        page = config.kv_heads, sizes.page_tokens, config.head_dim, self._cache_dtype
         counts = [sizes.pools * sizes.pages_of(table) for table in self._tables]
         zeros = jnp.zeros(slots, jnp.int32)
         feeds = self.feed_tokens > 0
         return DecodeState(
-            layers=tuple(self._cache.empty(count, *page) for count in counts),
+            layers=tuple(
+                self._cache.empty(count, state.kv_heads, sizes.page_tokens, state.head_dim, self._cache_dtype)
+                for count, state in zip(counts, config.paged, strict=True)
+            ),
             logits=jnp.zeros((slots, config.vocab_rows), jnp.float32),
             lengths=zeros, generated=zeros, limits=zeros, live=jnp.zeros(slots, bool),
             keys=jax.random.split(jax.random.key(0), slots),
-            states=tuple(empty_state(config, slots, self._dtype) for _ in range(config.count("delta_blocks"))),
+            states=tuple(state.empty(slots, self._dtype) for state in config.fixed),
             fed=jnp.zeros((slots, self.feed_tokens), jnp.int32) if feeds else (), to_feed=zeros if feeds else (),
         )  # fmt: skip
 
@@ -411,7 +377,7 @@ class DecoderEngine:
 
     def _none_paused_program(self) -> tuple[Any, ...]:
         config, rows = self._config, self.page_sizes.holders
-        states = tuple(empty_state(config, rows, self._dtype) for _ in range(config.count("delta_blocks")))
+        states = tuple(state.empty(rows, self._dtype) for state in config.fixed)
         return jnp.zeros((rows, config.vocab_rows), jnp.float32), jnp.zeros(rows, jnp.int32), states
 
     def _paused_program(
@@ -567,33 +533,31 @@ class DecoderEngine:
         outer = nnx.merge(self._ends, params["ends"])
         config = self._config
         ropes = jax.tree.map(lambda part: part[:, state.lengths], rope)
-        x, layers, states, chosen = outer.embed(tokens), [], [], []
+        x, chosen = outer.embed(tokens), []
         steps = [self._cache.reading(table, state.lengths, drawing) for table in tables]
-        for index, (weights, (stack, place)) in enumerate(zip(params["layers"], config.places, strict=True)):
-            if stack == "delta_blocks":
-                mix = partial(one_token, state=state.states[place], live=drawing)
-                x, grown, _ = nnx.merge(self._graphs[stack], weights)(x, ropes[0], mix)
-                x = lax.with_sharding_constraint(x, self._columns)
-                states.append(grown)
-                continue
-            layer, now = state.layers[place], steps[self._tables[place]]
-            window = {"window": config.windows[index]} if config.windows else {}
 
-            def attend(
-                query: Array, key: Array, value: Array, layer: Any = layer, now: Any = now, window: dict[str, int] = window
-            ) -> tuple[Array, Any]:  # fmt: skip
-                return self._cache.extend(layer, now, query, key, value, **window)
+        def extend(table: int, layer: Any, *heads: Array, **data: int) -> tuple[Array, Any]:
+            return self._cache.extend(layer, steps[table], *heads, **data)
 
+        states, grown, table_of = (iter(state.layers), iter(state.states)), ([], []), iter(self._tables)
+        for index, (weights, form) in enumerate(zip(params["layers"], config.states, strict=True)):
+            stack, is_fixed = config.places[index][0], not isinstance(form, Paged)
+            mixer, before = config.stacks[stack].mixer, None if form is None else next(states[is_fixed])
+            append = extend if is_fixed else partial(extend, next(table_of))
+            step = DecodingStep(before, drawing, append)
+            attend: Any = mixer and mixer.step(config, step, **config.data(index))
             turn = config.rope_of_layer[index] if config.rope_of_layer else 0
-            x, grown, own = nnx.merge(self._graphs[stack], weights)(x, ropes[turn], attend)
+            x, after, own = nnx.merge(self._graphs[stack], weights)(x, ropes[turn], attend)
             x = lax.with_sharding_constraint(x, self._columns)
-            layers.append(grown)
+            if form is not None:
+                grown[is_fixed].append(after)
             chosen.append(own)
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
         logits = jnp.where(drawing[:, None], logits, state.logits)
-        state = replace(state, layers=tuple(layers), logits=logits, states=tuple(states))
+        layers, fixed = map(tuple, grown)
+        state = replace(state, layers=layers, logits=logits, states=fixed)
         if self._routes is None:
             return state, None
         routes = jnp.where(drawing[:, None, None], jnp.stack(chosen, axis=1).astype(jnp.uint8), NO_ROUTE)

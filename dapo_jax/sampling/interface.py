@@ -103,7 +103,7 @@ class Engine(Protocol):
     def paused(
         self, state: PyTree, prefix: PyTree | None, slots: Sequence[int], rows: Sequence[int]
     ) -> PyTree:
-        """Copies the logits and recurrent states of `slots` to the places `rows` of a prefix with a place for each row of the page table. Returns the prefix. With
+        """Copies the logits and states of fixed size of `slots` to the places `rows` of a prefix with a place for each row of the page table. Returns the prefix. With
         it, `insert` can later put these paused responses back into slots without writing pages.
 
         `prefix` is the result of the previous call, which must not be used afterwards, or None in the first call."""

@@ -42,6 +42,15 @@ class PageSizes:
     """Maximum number of tokens that a call of the engine adds to a holder."""
 
     @property
+    def tables(self) -> int:
+        """Number of page tables."""
+        return len(self.windows)
+
+    def table_of(self, tokens: int) -> int:
+        """Returns the page table of the layers in which a new token attends to `tokens` tokens."""
+        return self.windows.index(tokens)
+
+    @property
     def table_pages(self) -> int:
         """Number of columns of a page table."""
         return pages_for(self.capacity, self.page_tokens)
@@ -83,14 +92,14 @@ class PageSizes:
 
     def held_bytes(self, tokens: int | float, token_bytes: Mapping[int, int]) -> int | float:
         """Size in bytes of the tokens that a holder of `tokens` tokens keeps in all tables."""
-        most = (self.page_tokens * self.holder_pages(table) for table in range(len(self.windows)))
+        most = (self.page_tokens * self.holder_pages(table) for table in range(self.tables))
         return sum(min(tokens, kept) * size for kept, size in zip(most, token_bytes.values(), strict=True))
 
     def fitting(self, room: int | float, token_bytes: Mapping[int, int]) -> int | float:
         """Returns the number of pages, not rounded, in each pool of the first table for which `room` bytes suffice, together with a pool of each other table.
         Pools have at most room for all of their holders."""
         left, growing = room / self.page_tokens, sum(token_bytes.values())
-        most = [self.holders // self.pools * self.holder_pages(table) for table in range(len(self.windows))]
+        most = [self.holders // self.pools * self.holder_pages(table) for table in range(self.tables)]
         # Pools that have room for all holders do not grow further, beginning with the smallest.
         for pages, size in sorted(zip(most, token_bytes.values(), strict=True)):
             if left <= pages * growing:
@@ -196,7 +205,7 @@ class Pages:
     def __init__(self, sizes: PageSizes) -> None:
         """Starts with all pages free."""
         self.sizes = sizes
-        self.tables = tuple(PageTable(sizes, index) for index in range(len(sizes.windows)))
+        self.tables = tuple(PageTable(sizes, index) for index in range(sizes.tables))
 
     def rows(self, holders: Sequence[int] | slice) -> tuple[Int[np.ndarray, "holders table_pages"], ...]:
         """Returns the rows of some holders in each page table. A row lists the pages of the holder's tokens in order. Entries before a window and after the

@@ -19,17 +19,11 @@ from jax.stages import Lowered
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.tokens import NO_ROUTE
-from dapo_jax.models.attention import Near, causal_attention, part_attention
-from dapo_jax.models.decoder import (
-    Attend,
-    Block,
-    EmbeddingAndHead,
-    RopeTables,
-    empty_state,
-    rope_tables,
-)
-from dapo_jax.models.gated_delta import DeltaState, over_rows
+from dapo_jax.models.decoder import Block, EmbeddingAndHead
+from dapo_jax.models.kinds import Fixed, Paged, PrefillPart
 from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.projections import rope_tables
+from dapo_jax.models.rope import RopeTables
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.cache import Cache
 from dapo_jax.sampling.prompt_packing import PackedPrompts, PrefillShape, pack_prompts
@@ -58,14 +52,14 @@ class Prefix:
     """Prefilled prompts. Insertion does not donate their buffers, so one prompt can be inserted into many slots."""
 
     layers: tuple[Any, ...]
-    """Keys and values of each layer with attention, arranged in the rows of `PackedPrompts`."""
+    """Keys and values of each layer with pages, arranged in the rows of `PackedPrompts`."""
     logits: Float[Array, "prompts vocab"] | Any
     """Logits of each prompt's first response token."""
     rows: Int[Array, " prompts"] | Any
     starts: Int[Array, " prompts"] | Any
     lengths: Int[Array, " prompts"] | Any
-    states: tuple[DeltaState, ...] = ()
-    """The recurrent state of each Gated DeltaNet layer at the end of each prompt."""
+    states: tuple[Any, ...] = ()
+    """The state at the end of each prompt, of each layer whose state has a fixed size."""
     routes: Sequence[np.ndarray] | None = None
     """The experts chosen for each prompt's tokens, [tokens, layers, chosen], or None if they are not recorded. They stay on the host."""
     scores: Sequence[PromptScores] = ()
@@ -98,16 +92,24 @@ class Prefill:
             NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "tensor"), ("tensor",))
         )
         self._embed = jax.jit(self._embed_program, out_shardings=whole)
-        self._layer = jax.jit(self._layer_program, donate_argnums=1, out_shardings=(whole, row, whole))
-        pair = buffer, buffer
-        self._part = jax.jit(self._part_program, donate_argnums=(1, 2), out_shardings=(whole, pair, whole))
-        self._delta = jax.jit(self._delta_program, donate_argnums=1, out_shardings=(whole, row))
-        self._no_state = jax.jit(self._no_state_program, out_shardings=row)
+
+        def layer(stack: str, kept: Any) -> Any:
+            program = partial(self._layer_program, stack)
+            return jax.jit(program, donate_argnums=(1, 2), out_shardings=(whole, kept, whole))
+
+        of_stack = dict(zip((name for name, _ in config.places), config.states, strict=True))
+        sharded = {name: buffer if isinstance(state, Paged) else row for name, state in of_stack.items()}
+        self._layer = {name: layer(name, row) for name in of_stack}
+        """The program of each stack for rows, and below, the programs for a chunk, for the state before the first chunk, and for the state after the last."""
+        self._part = {name: layer(name, kept) for name, kept in sharded.items()}
+        self._empty = {
+            name: jax.jit(partial(self._empty_program, state), out_shardings=sharded[name])
+            for name, state in of_stack.items()
+        }
         self._kept = jax.jit(self._kept_program, out_shardings=row)
         self._head = jax.jit(self._head_program, out_shardings=whole)
         self._scores = jax.jit(self._scores_program, out_shardings=whole)
         self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
-        self._empty = jax.jit(self._empty_program, out_shardings=pair)
 
     def __call__(
         self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]], routes: Known = (), *, score: bool = False
@@ -134,8 +136,7 @@ class Prefill:
         made: dict[str, Callable[[], Lowered]] = {}
         prefixes, ends = dict[str, Prefix](), params["ends"]
         of_stack = dict(zip((name for name, _ in self._config.places), params["layers"], strict=True))
-        layer, delta = of_stack["blocks"], of_stack.get("delta_blocks")
-        attends, recurs = (self._config.count(name) for name in ("blocks", "delta_blocks"))
+        states = dict(zip((name for name, _ in self._config.places), self._config.states, strict=True))
         row_prompts, width = self.shape.row_prompts, self.shape.width
         used = {"row": 1, "rows": self.shape.rows} if self.shape.rows > 1 else {"row": 1}
         if (self._room if again else self.shape.longest) > width:
@@ -145,41 +146,30 @@ class Prefill:
             # These arguments are host arrays, so their structs have no sharding.
             tokens, segments, last = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
             x, ropes = self._embed.eval_shape(ends, tokens), self._angles.eval_shape(tokens, self._config)
-            rope, window = self._of_layer(0, ropes)
-            forced = {
-                name: jax.ShapeDtypeStruct(each.shape, each.dtype)
-                for name, each in self._forced(0, self._record(len(tokens))).items()
-            }
-            if name == "part":
-                pair, start = self._empty.eval_shape(), jax.ShapeDtypeStruct((), jnp.int32)
-                made["prefill_part"] = partial(
-                    self._part.lower, layer, x, pair, rope, start, window, **forced
-                )
-                made["prefill_kept"] = partial(self._kept.lower, pair)
-                made["prefill_empty"] = self._empty.lower
-                if delta is not None:
-                    made["prefill_empty_state"] = self._no_state.lower
-                kept = self._kept.eval_shape(pair)
-            else:
-                made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
-                near = () if window is None else ((window, segments),)
-                made[f"prefill_{name}"] = partial(
-                    self._layer.lower, layer, x, rope, segments, *near, **forced
-                )
-                made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
-                _, kept, _ = self._layer.eval_shape(layer, x, rope, segments, *near, **forced)
-            states: tuple[Any, ...] = ()
-            if delta is not None:
-                begin, ends_at = None, last
+            forced = self._forced(0, self._record(len(tokens)))
+            forced = jax.tree.map(lambda record: jax.ShapeDtypeStruct(record.shape, record.dtype), forced)
+            kept = {}
+            for stack, weights in of_stack.items():
+                index, suffix = self._config.layers_of(stack)[0], program_suffix(stack)
+                rope, data = self._of_layer(index, ropes)
+                before, layer = None, self._layer[stack]
                 if name == "part":
-                    begin, ends_at = self._no_state.eval_shape(), jax.ShapeDtypeStruct((1,), jnp.int32)
-                made[f"prefill_{name}_delta"] = partial(
-                    self._delta.lower, delta, x, rope, segments, ends_at, begin
-                )
-                states = (self._delta.eval_shape(delta, x, rope, segments, ends_at, begin)[1],) * recurs
+                    before, layer = self._empty[stack].eval_shape(), self._part[stack]
+                    made[f"prefill_empty{suffix}"] = self._empty[stack].lower
+                one = jax.ShapeDtypeStruct((1,), jnp.int32) if name == "part" else last
+                number = jax.ShapeDtypeStruct((), jnp.int32)
+                arguments = weights, x, before, rope, segments, number, data, segments, one
+                made[f"prefill_{name}{suffix}"] = partial(layer.lower, *arguments, **forced)
+                _, kept[stack], _ = layer.eval_shape(*arguments, **forced)
+                if name == "part" and isinstance(states[stack], Paged):
+                    made[f"prefill_kept{suffix}"] = partial(self._kept.lower, before)
+                    kept[stack] = self._kept.eval_shape(before)
+            if name != "part":
+                made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
+                made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
+            layers, fixed = self._by_state([kept[stack] for stack, _ in self._config.places])
             prefixes[name] = Prefix(
-                layers=(kept,) * attends, logits=self._head.eval_shape(ends, x, last),
-                rows=last, starts=last, lengths=last, states=states,
+                layers=layers, logits=self._head.eval_shape(ends, x, last), rows=last, starts=last, lengths=last, states=fixed,
             )  # fmt: skip
         return made, prefixes
 
@@ -187,26 +177,23 @@ class Prefill:
         begins = packed.rows * self.shape.width + packed.starts
         forced = self._record(packed.tokens.size, *zip(begins.tolist(), known, strict=False))
         ropes = self._angles(packed.positions.reshape(-1), self._config)
-        x, layers, states, routes = self._embed(params["ends"], packed.tokens.reshape(-1)), [], [], []
+        x, kept, routes = self._embed(params["ends"], packed.tokens.reshape(-1)), [], []
         last = (begins + packed.lengths - 1).astype(np.int32)
+        segments, ends = (packed.segment_ids, np.int32(0)), (packed.positions, last)
         for index, weights in enumerate(params["layers"]):
-            if self._recurs(index):
-                x, state = self._awaited(self._delta(weights, x, ropes[0], packed.segment_ids, last, None))
-                states.append(state)
-                continue
-            rope, window = self._of_layer(index, ropes)
-            near = () if window is None else ((window, packed.positions),)
-            how = self._forced(index, forced)
-            x, kept, own = self._awaited(self._layer(weights, x, rope, packed.segment_ids, *near, **how))
-            layers.append(kept)
+            rope, data = self._of_layer(index, ropes)
+            program, how = self._layer[self._config.places[index][0]], self._forced(index, forced)
+            x, state, own = self._awaited(program(weights, x, None, rope, *segments, data, *ends, **how))
+            kept.append(state)
             routes.append(own)
+        layers, states = self._by_state(kept)
         following = np.roll(packed.tokens.reshape(-1), -1)
         scores = [self._scores(params["ends"], x, following)] if score else []
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
         logits = self._head(params["ends"], x, last)
         found = self._recorded([routes], begins.tolist(), packed.lengths.tolist())
         return Prefix(
-            layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths, states=tuple(states), routes=found,
+            layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths, states=states, routes=found,
             scores=self._scored(scores, begins.tolist(), packed.lengths.tolist()),
         )  # fmt: skip
 
@@ -246,10 +233,7 @@ class Prefill:
     ) -> Iterator[Prefix | None]:
         """Prefills one sequence in chunks as wide as a row. Yields None after each chunk except the last, and finally the prefix."""
         width, x = self.shape.width, None
-        buffers = [
-            self._no_state() if self._recurs(index) else self._empty()
-            for index in range(len(params["layers"]))
-        ]
+        buffers = [self._empty[stack]() for stack, _ in self._config.places]
         last, routes, scores = np.zeros(self.shape.row_prompts, np.int32), [], []
         padded = np.pad(prompt, (0, width)).astype(np.int32)
         for start in range(0, len(prompt), width):
@@ -261,16 +245,14 @@ class Prefill:
             size = min(width, len(prompt) - start)
             real = (np.arange(width)[None] < size).astype(np.int32)
             last[0] = size - 1
+            segments, ends = (real, np.int32(start)), (positions[None], last[:1].copy())
             for index, weights in enumerate(params["layers"]):
-                if self._recurs(index):
-                    x, buffers[index] = self._awaited(
-                        self._delta(weights, x, ropes[0], real, last[:1].copy(), buffers[index])
-                    )
-                    continue
-                rope, window = self._of_layer(index, ropes)
-                how = self._forced(index, forced)
-                made = self._part(weights, x, buffers[index], rope, np.int32(start), window, **how)
-                x, buffers[index], own = self._awaited(made)
+                rope, data = self._of_layer(index, ropes)
+                program, how = self._part[self._config.places[index][0]], self._forced(index, forced)
+                result = self._awaited(
+                    program(weights, x, buffers[index], rope, *segments, data, *ends, **how)
+                )
+                x, buffers[index], own = result
                 routes[-1].append(own)
             if score:
                 scores.append(self._scores(params["ends"], x, following))
@@ -278,22 +260,27 @@ class Prefill:
                 yield None
         logits = self._head(params["ends"], x, last)
         zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
-        layers = tuple(self._kept(each) for index, each in enumerate(buffers) if not self._recurs(index))
-        states = tuple(each for index, each in enumerate(buffers) if self._recurs(index))
+        pages, states = self._by_state(buffers)
+        layers = tuple(self._kept(buffer) for buffer in pages)
         found = self._recorded(routes, [0], [len(prompt)])
         yield Prefix(
             layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, states=states, routes=found,
             scores=self._scored(scores, [0], [len(prompt)]),
         )  # fmt: skip
 
-    def _recurs(self, index: int) -> bool:
-        return self._config.places[index][0] == "delta_blocks"
+    def _by_state(self, kept: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Splits one value per layer into values of layers with pages, and of layers with a state of fixed size."""
+        pairs = list(zip(self._config.states, kept, strict=True))
+        pages, fixed = (
+            tuple(value for state, value in pairs if isinstance(state, kind)) for kind in (Paged, Fixed)
+        )
+        return pages, fixed
 
-    def _of_layer(self, index: int, ropes: Sequence[Any]) -> tuple[Any, np.int32 | None]:
-        """Returns the tables of a layer's rotation, which may be shape structs, and its window."""
+    def _of_layer(self, index: int, ropes: Sequence[Any]) -> tuple[Any, dict[str, np.int32]]:
+        """Returns the tables of a layer's rotation, which may be shape structs, and its numbers (see `Mixer.data`)."""
         config = self._config
-        window = np.int32(config.windows[index]) if config.windows else None
-        return ropes[config.rope_of_layer[index] if config.rope_of_layer else 0], window
+        data = {name: np.int32(value) for name, value in config.data(index).items()}
+        return ropes[config.rope_of_layer[index] if config.rope_of_layer else 0], data
 
     def _awaited(self, made: Any) -> Any:
         return jax.block_until_ready(made) if self._waits else made
@@ -304,50 +291,19 @@ class Prefill:
         return nnx.merge(self._ends, ends).embed(tokens)
 
     def _layer_program(
-        self, weights: nnx.State, x: Array, rope: RopeTables, segment_ids: Array, near: Near | None = None,
-        forced: Array | None = None,
+        self, stack: str, weights: nnx.State, x: Array, before: Any, rope: RopeTables, segment_ids: Array, start: Array, data: dict[str, Array],
+        positions: Array, last: Array, forced: Array | None = None,
     ) -> tuple[Array, Any, Array | None]:  # fmt: skip
-        def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
-            attended = causal_attention(
-                query, key, value, segment_ids, near=near, cap=self._config.score_cap, dtype=self._dtype
-            )
-            return attended, self._cache.of_rows(key, value, len(segment_ids), self._cache_dtype)
+        """Calls a layer (see `PrefillPart` for the arguments). Returns its output, its new state, and the router's choice if it is recorded."""
+        routes, mixer = None if forced is None else forced.astype(jnp.int32), self._config.stacks[stack].mixer
 
-        return self._called(weights, x, rope, attend, forced)
+        def store(keys: Array, values: Array, rows: int) -> Any:
+            return self._cache.of_rows(keys, values, rows, self._cache_dtype)
 
-    def _part_program(
-        self, weights: nnx.State, x: Array, buffers: tuple[Array, Array], rope: RopeTables, start: Array, window: Array | None = None,
-        forced: Array | None = None,
-    ) -> tuple[Array, tuple[Array, Array], Array | None]:  # fmt: skip
-        def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
-            keys, values = (
-                lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=2)
-                for buffer, new in zip(buffers, (key, value), strict=True)
-            )
-            cap = self._config.score_cap
-            out = part_attention(query, keys, values, start, window=window, cap=cap, dtype=self._dtype)
-            return out, (keys, values)
-
-        return self._called(weights, x, rope, attend, forced)
-
-    def _called(
-        self, weights: nnx.State, x: Array, rope: RopeTables, attend: Attend, forced: Array | None
-    ) -> tuple[Array, Any, Array | None]:
-        """Calls a layer. Returns its output, its keys and values, and the router's choice if it is recorded."""
-        routes = None if forced is None else forced.astype(jnp.int32)
-        x, kept, own = nnx.merge(self._blocks["blocks"], weights)(x, rope, attend, routes)
+        part = PrefillPart(segment_ids, positions, last, before, start, store, self._dtype)
+        attend: Any = mixer and mixer.prefill(self._config, part, **data)
+        x, kept, own = nnx.merge(self._blocks[stack], weights)(x, rope, attend, routes)
         return x, kept, None if own is None or self._routes is None else own.astype(jnp.uint8)
-
-    def _delta_program(
-        self, weights: nnx.State, x: Array, rope: RopeTables, segment_ids: Array, last: Array, before: DeltaState | None
-    ) -> tuple[Array, DeltaState]:  # fmt: skip
-        """Calls a Gated DeltaNet layer. Returns its output, and its states after the tokens `last`. `before` is the state before the row."""
-        mix = partial(over_rows, segment_ids=segment_ids, start=before, ends=last)
-        x, state, _ = nnx.merge(self._blocks["delta_blocks"], weights)(x, rope, mix)
-        return x, state
-
-    def _no_state_program(self) -> DeltaState:
-        return empty_state(self._config, 1, self._dtype)
 
     def _kept_program(self, buffers: tuple[Array, Array]) -> Any:
         return self._cache.of_rows(*buffers, 1, self._cache_dtype)
@@ -370,6 +326,16 @@ class Prefill:
         found = lax.map(block, (hidden, jnp.pad(following, (0, padding)).reshape(-1, _SCORED)))
         return tuple(part.reshape(-1)[:tokens] for part in found)
 
-    def _empty_program(self) -> tuple[Array, Array]:
-        buffer = jnp.zeros((self._config.kv_heads, self._config.head_dim, self._room), self._dtype)
+    def _empty_program(self, state: Paged | Fixed | None) -> Any:
+        """Returns the state of one sequence before its first chunk."""
+        if isinstance(state, Fixed):
+            return state.empty(1, self._dtype)
+        if state is None:
+            return None
+        buffer = jnp.zeros((state.kv_heads, state.head_dim, self._room), self._dtype)
         return buffer, buffer
+
+
+def program_suffix(stack: str) -> str:
+    """Returns the end of the names of programs for the layers of one stack: its name without `blocks`."""
+    return "".join(f"_{part}" for part in stack.split("_") if part != "blocks")

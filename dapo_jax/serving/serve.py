@@ -27,6 +27,7 @@ from dapo_jax.run.sampler_programs import Transfer, compile_sampling, sharing, t
 from dapo_jax.run.sources import data_of_run
 from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.requests import OwnOptions
 from dapo_jax.serving.request_loop import RequestLoop
 from dapo_jax.serving.served_requests import GRACE_S, ServedLimits, ServerThread
@@ -314,17 +315,16 @@ def request_loop(
     mesh = mesh_of(ParallelConfig())
     transfer = transfer_of(policy, both_on(mesh), SamplingConfig(), dtype=options.compute_dtype)
     try:
-        engine = DecoderEngine(
-            policy.decoder,
+        spec = EngineSpec(
             slots=options.slots,
             capacity=limits.max_prompt_tokens + limits.max_response_tokens,
             steps_per_call=options.steps_per_call,
             stop_ids=stop_ids(policy.tokenizer),
-            mesh=mesh,
             compute_dtype=options.compute_dtype,
             page_tokens=options.page_tokens,
             batch_invariant=options.batch_invariant,
         )
+        engine = DecoderEngine(policy.decoder, mesh, spec)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     decoding = jax.eval_shape(partial(decoding_of_slots, [None] * options.slots))

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int, PRNGKeyArray, PyTree
 
+from dapo_jax.models.decoder import end_parameters
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.sampling.decoding import Decoding
@@ -196,11 +197,13 @@ def tiny_decoder_config(**changes: Any) -> DecoderConfig:
 
 def tiny_params(config: DecoderConfig, *, seed: int = 0) -> nnx.State:
     """Returns random decoder parameters without compiling. No norm has factors of 1 and no bias is 0, so a test fails if one of them is ignored."""
-    rng = np.random.default_rng(seed)
+    rng, tables = np.random.default_rng(seed), {"ends": end_parameters(config)}
+    tables |= {stack: kind.parameters(config) for stack, kind in config.stacks.items()}
 
     def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = jax.tree_util.keystr(path)
-        start = 0.0 if "norm" not in name else 1.0 if "delta_norm" in name else 1.0 - config.norm_offset
+        part, name = (key.key for key in path[:2])
+        start = tables[part][name].start if name in tables[part] else 0.0
+        start = 0.0 if callable(start) else start
         return jnp.asarray(start + 0.2 * rng.standard_normal(leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes_of(config))

@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 
-from dapo_jax.models.layout import BATCH_AXES, output_dimensions
+from dapo_jax.models.layout import BATCH_AXES, is_matrix, output_dimensions
 
 MUON_RMS = 0.2
 """Root mean square of an orthogonalized update, as in an AdamW update (Liu et al. 2025). One learning rate therefore suits both optimizers."""
@@ -57,10 +57,9 @@ def _matrices(params: Any) -> Any:
 
     def dimensions(leaf: nnx.Variable) -> nnx.Variable:
         axes = leaf.get_metadata()["axes"]
-        outputs = output_dimensions(axes)
-        # Norms of all heads together and filters of convolutions have several dimensions too, but only a router is a matrix.
-        if "vocab" in axes or outputs.stop == len(axes) or (axes[-1] == "norm" and axes[0] != "features"):
+        if not is_matrix(axes):
             return leaf.replace(None)
+        outputs = output_dimensions(axes)
         last = tuple(range(-len(axes), 0))  # the dimension of stacked layers is before them
         return leaf.replace(MuonDimensionNumbers(last[outputs.stop :], last[outputs.start : outputs.stop]))
 

@@ -17,7 +17,7 @@ from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.config.schema import LORA_TARGETS
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
 from dapo_jax.models.folder import load_model, read_config
-from dapo_jax.models.lora import DELTA_MATRICES, MATRICES, SETS, lora_shape, parted, put_together
+from dapo_jax.models.lora import SETS, TARGETS, lora_shape, parted, put_together
 from dapo_jax.models.tensors import exported, place_adapters
 from dapo_jax.run.policy import load_policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -171,13 +171,13 @@ def test_an_interrupted_export_is_not_an_adapter(adapter, monkeypatch):
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
-        (["all"], tuple(MATRICES)),
+        (["all"], TARGETS[:7]),
         (["down_proj", "q_proj", "q_proj"], ("q_proj", "down_proj")),
         (["mlp", "v_proj"], ("v_proj", "gate_proj", "up_proj", "down_proj")),
     ],
 )
 def test_targets_name_matrices(targets, expected):
-    assert (*SETS, *MATRICES, *DELTA_MATRICES) == LORA_TARGETS
+    assert (*SETS, *TARGETS) == LORA_TARGETS
     shape = lora_shape(rank=2, alpha=3.0, targets=targets)
     assert shape.targets == expected
     assert shape.scale == 1.5

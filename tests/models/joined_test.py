@@ -9,20 +9,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dapo_jax.models.decoder import Block, rope_tables
-from dapo_jax.models.joined import OF_MLP, joined
+from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.decoder import Block
+from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.joined import joined
 from dapo_jax.models.lora import lora_shape
-from dapo_jax.models.presets import DeltaSizes
+from dapo_jax.models.projections import rope_tables
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.numerics.quantization import quantized
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.testing import tiny_decoder_config
 
 LORA = lora_shape(rank=2, alpha=8.0, targets=["all"])
-DELTA = {"delta": DeltaSizes(2, 4, 8, 8), "delta_layers": (True, False)}
+DELTA = {"mixers": (GatedDelta(2, 4, 8, 8), ATTENTION)}
 KINDS = {
     "plain": {},
     "biases and norms": {"qkv_bias": True, "mlp_bias": True, "qk_norm": "head"},
@@ -37,7 +40,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_with_joined_matrices_has_the_same_output(kind, parts):
     config = tiny_decoder_config(**KINDS[kind])
-    block = Block(config, rngs=nnx.Rngs(0), delta=config.delta is not None)
+    block = Block(config, config.kinds[0], rngs=nnx.Rngs(0))
     graph, layer = nnx.split(block)
     # Biases, norms and the second matrices of adapters begin as constants.
     leaves, tree = jax.tree.flatten(layer)
@@ -51,7 +54,7 @@ def test_a_layer_with_joined_matrices_has_the_same_output(kind, parts):
 
     def attend(*given):
         kept = jax.tree.leaves(given)
-        return (kept[2] if config.delta is not None else given[0]), kept
+        return (kept[2] if config.fixed else given[0]), kept
 
     one, kept, _ = nnx.merge(graph, layer)(x, rope, attend)
     made = joined(layer, parts)
@@ -77,7 +80,7 @@ def test_a_decoding_step_multiplies_each_input_once(changes, how, most):
     """Otherwise, XLA would join the matrices in every step on a GPU, which copies them."""
     config = tiny_decoder_config(**changes)
     mesh = make_mesh(devices=jax.devices()[:1])
-    engine = DecoderEngine(config, slots=4, capacity=16, steps_per_call=2, stop_ids=[1], mesh=mesh)
+    engine = DecoderEngine(config, mesh, EngineSpec(slots=4, capacity=16, steps_per_call=2, stop_ids=[1]))
     weights = WeightTransfer(
         shapes_of(config), mesh, dtype="float32", places=config.places, join=True, **how
     ).shapes
@@ -92,8 +95,8 @@ def test_a_decoding_step_multiplies_each_input_once(changes, how, most):
 def test_the_computations_for_a_gpu_give_the_same_values():
     """Norms of queries and keys in one kernel, and products of 8-bit weights with the features last. Here a CPU executes them."""
     config = tiny_decoder_config(qk_norm="head", norm_offset=1.0)
-    graph, layer = nnx.split(Block(config, rngs=nnx.Rngs(0), compute_dtype="bfloat16"))
-    for name in OF_MLP:
+    graph, layer = nnx.split(Block(config, config.kinds[0], rngs=nnx.Rngs(0), compute_dtype="bfloat16"))
+    for name in ("gate", "up"):
         layer[name] = layer[name].replace(quantized(layer[name].get_value(), (1,)))
     layer = joined(layer, 1)
     (rope, *_) = rope_tables(jnp.arange(5, dtype=jnp.int32), config)

@@ -94,5 +94,5 @@ def test_key_heads_must_divide_query_heads(kv_heads):
 @pytest.mark.parametrize("change", [{"layers": 8}, {"experts": Experts(4, 1, normalize=True)}], ids=str)
 def test_gated_delta_layers_need_a_kind_for_each_layer_and_no_experts(change):
     """Otherwise the model would have another number of layers than its counts, or would lose the router's choices."""
-    with pytest.raises(ValueError, match="Gated DeltaNet must have layer_types"):
+    with pytest.raises(ValueError, match="layers of several kinds must have layer_types"):
         replace(preset("tiny-qwen3.5"), **change)

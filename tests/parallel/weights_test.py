@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dapo_jax.models.joined import OF_ATTENTION, OF_MLP, split
+from dapo_jax.models.joined import split
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
@@ -34,10 +34,9 @@ def separate(layer):
     found = {name: variable.get_value() for name, variable in layer.items()}
     for first, variable in layer.items():
         if shapes := variable.get_metadata("joined", None):
-            group = OF_ATTENTION if first in OF_ATTENTION else OF_MLP
             leaves, tree = jax.tree.flatten(found[first])
             apart = zip(*(split(leaf, shapes) for leaf in leaves), strict=True)
-            names = [name for name in group if name in layer]
+            names = [name for name in variable.get_metadata("joins") if name in layer]
             found |= dict(zip(names, (jax.tree.unflatten(tree, each) for each in apart), strict=True))
     return found
 
@@ -74,7 +73,7 @@ def test_the_transfer_between_shardings_is_exact(eight_devices):
     assert params["blocks"]["gate"][...].sharding.shard_shape((2, 48, 32)) == (2, 24, 16)
     joined = weights["layers"][0]["gate"].get_value()
     assert joined.sharding.shard_shape(joined.shape) == (1, 2 * 24, 32)
-    gate, up = (nnx.to_pure_dict(params)["blocks"][name][0] for name in OF_MLP)
+    gate, up = (nnx.to_pure_dict(params)["blocks"][name][0] for name in ("gate", "up"))
     np.testing.assert_array_equal(joined[1], np.concatenate([gate[24:], up[24:]]))
     assert [weights["layers"][0][name].get_value() for name in ("key", "value", "up")] == [None] * 3
 

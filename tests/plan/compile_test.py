@@ -262,11 +262,11 @@ def test_no_program_copies_an_argument_of_64_mib(name, slice, changes):
     if made.chip.target:
         pytest.importorskip("jax_cuda12_plugin", reason="the extra cuda-plan")
     whole = with_adapters(decoder_of(config.model), config.lora)
-    by_layer = {each: getattr(whole, each)[-4:] for each in ("delta_layers", "rope_of_layer", "windows")}
+    by_layer = {each: getattr(whole, each)[-4:] for each in ("mixers", "rope_of_layer", "windows")}
     decoder = replace(whole, layers=4, **by_layer)
-    stacks = {decoder.count(each): whole.count(each) for each in ("blocks", "delta_blocks")}
+    stacks = {len(decoder.layers_of(stack)): len(whole.layers_of(stack)) for stack in decoder.stacks}
     hosts = devices_of(made.one_host) if made.hosts > 1 else None
-    work = workload_of(config, Assumptions(), recurrent=decoder.delta is not None)
+    work = workload_of(config, Assumptions(), decoder=decoder)
     programs = Programs(config, decoder, work, devices_of(made), hosts, memory=made.chip.device_hbm_bytes)
     # The tests' own settings leave most optimizations out.
     options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}

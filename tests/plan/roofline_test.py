@@ -23,9 +23,11 @@ from dapo_jax.config import (
     TeacherConfig,
     TrainConfig,
 )
+from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.lora import lora_shape
-from dapo_jax.models.presets import DecoderConfig, DeltaSizes, Experts, preset
+from dapo_jax.models.presets import DecoderConfig, Experts, preset
 from dapo_jax.plan.collectives import Traffic
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.roofline import (
@@ -97,7 +99,7 @@ def test_operations_equal_those_of_the_decoders_own_products():
 def test_operations_of_gated_delta_layers_equal_those_of_the_decoders_own_products():
     """128 tokens are two chunks, and two blocks of attention with 64 x 64 and 64 x 128 pairs."""
     decoder = replace(
-        SMALL, attention_gate=True, delta=DeltaSizes(2, 4, 8, 6), delta_layers=(True, True, False)
+        SMALL, attention_gate=True, mixers=(GatedDelta(2, 4, 8, 6), GatedDelta(2, 4, 8, 6), ATTENTION)
     )
     tokens = jnp.zeros((1, 128), jnp.int32)
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(decoder, rngs=nnx.Rngs(0))))
@@ -111,7 +113,7 @@ def test_operations_of_gated_delta_layers_equal_those_of_the_decoders_own_produc
 
 def test_a_decoding_step_reads_and_writes_the_recurrent_states():
     """A state has 4 x 8 x 6 + 3 x (2 x 2 x 8 + 4 x 6) = 360 numbers in each of two layers, so 2 x 2 x 4 x 360 bytes per token, split over 2 devices."""
-    decoder = replace(SMALL, delta=DeltaSizes(2, 4, 8, 6), delta_layers=(True, True, False))
+    decoder = replace(SMALL, mixers=(GatedDelta(2, 4, 8, 6), GatedDelta(2, 4, 8, 6), ATTENTION))
     assert decoder.state_bytes == 2 * 4 * 360
     work, found = works(decoder=decoder)
     steps = work.responses * work.response_mean / 2 / 8

@@ -7,9 +7,11 @@ the sampler's (`sync/logprob_diff_max`), whose tolerance of 2e-5 is the one of `
 import pytest
 
 from dapo_jax.config import ConfigError, EnvironmentConfig, LoraConfig
+from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.families import describe, understand
 from dapo_jax.models.folder import read_config
-from dapo_jax.models.presets import DecoderConfig, DeltaSizes
+from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_params
@@ -26,6 +28,7 @@ sequence, such as the key of a first token. Rounding errors then grow by up to 1
 For 5,120 log-probabilities of random tokens, a mesh of 2 x 2 x 2 and one device differ by up to 5e-6 with 1e-3, and by up to 2.1e-5 with 1e-6. With 1e-6, each
 of them differs from float64 by about the same: by up to 1.7e-5 and 2.2e-5. With 1e-3, it is 6e-6 and 4e-6.
 """
+MIXERS = (GatedDelta(2, 4, 8, 8), GatedDelta(2, 4, 8, 8), ATTENTION)
 FLIGHT = {"rollout__round_tokens": 2, "rollout__in_flight": 16, "sampling__slots": 8}
 """Twice as many responses as slots, so that responses leave their slots and return with their recurrent states."""
 
@@ -34,7 +37,7 @@ def qwen(tokenizer, norm_eps=1e-6):
     described = describe(
         DecoderConfig(
             family="qwen3_5_text", vocab_size=tokenizer.vocab_size, embed_dim=16, layers=3, heads=4, kv_heads=2, head_dim=8, mlp_dim=16, max_positions=128,
-            qk_norm="head", norm_offset=1.0, attention_gate=True, ropes=(Rope(share=0.5),), delta=DeltaSizes(2, 4, 8, 8), delta_layers=(True, True, False),
+            qk_norm="head", norm_offset=1.0, attention_gate=True, ropes=(Rope(share=0.5),), mixers=MIXERS,
             norm_eps=norm_eps,
         )
     )  # fmt: skip
@@ -48,7 +51,7 @@ def delta(micro, tmp_path_factory):
     for norm_eps in (1e-6, SMOOTH):
         decoder, folder = qwen(tokenizer, norm_eps), tmp_path_factory.mktemp("delta")
         Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
-        assert read_config(folder).delta_layers == (True, True, False)
+        assert read_config(folder).mixers == MIXERS
         folders[norm_eps] = str(folder)
 
     def make(run_dir=None, *, norm_eps=1e-6, **changes):

@@ -11,6 +11,7 @@ from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.run.policy import load_policy
 from dapo_jax.run.sampler_setup import KNOWN_SHARE, SamplerSpec, response_sampler, room_for_cache
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.prompt_packing import PrefillShape
 
 TINY = preset("tiny")
@@ -21,8 +22,13 @@ PAGES = SamplingConfig(slots=8, page_tokens=16, max_response_tokens=48)
 
 def room(sampling=PAGES, *, shape=SHAPE, memory=1 << 23, resident=0, devices=1, dtype="float32", **axes):
     mesh = make_mesh(devices=jax.devices()[:devices], **(axes or {"fsdp": 1}))
-    spec = SamplerSpec(sampling=sampling, max_prompt_tokens=16, group_size=1, compute_dtype=dtype)
-    return room_for_cache(TINY, mesh, spec, shape, resident=resident, memory=memory)
+    sizes = {
+        name: getattr(sampling, name) for name in ("slots", "page_tokens", "cache_tokens", "cache_dtype")
+    }
+    spec = EngineSpec(
+        **sizes, capacity=64, steps_per_call=1, stop_ids=(), prefill=shape, compute_dtype=dtype, batch_invariant=sampling.batch_invariant
+    )  # fmt: skip
+    return room_for_cache(TINY, mesh, spec, resident=resident, memory=memory)
 
 
 def test_the_cache_gets_what_all_else_leaves_of_nine_tenths_of_a_device():

@@ -18,8 +18,10 @@ from flax import nnx
 
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.decoder import Decoder
-from dapo_jax.models.presets import DeltaSizes, Experts
+from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
@@ -28,6 +30,7 @@ from dapo_jax.rollout.response_sampler import EVALUATION, TRAINING
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.optimizer import make_optimizer
@@ -50,8 +53,10 @@ def one_device():
 
 def made(slots, steps=8, *, mesh=None, config=CONFIG, **how):
     return DecoderEngine(
-        config, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], mesh=mesh or one_device(), **how
-    )  # fmt: skip
+        config,
+        mesh or one_device(),
+        EngineSpec(slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], **how),
+    )
 
 
 engine_of = functools.cache(made)
@@ -205,7 +210,7 @@ def test_batch_invariant_sampling_with_experts_changes_no_bit():
 @pytest.mark.slow
 def test_batch_invariant_sampling_with_recurrent_states_changes_no_bit():
     """States of slots are cut into blocks like all arrays over slots."""
-    config = tiny_decoder_config(layers=2, delta=DeltaSizes(2, 4, 8, 8), delta_layers=(True, False))
+    config = tiny_decoder_config(layers=2, mixers=(GatedDelta(2, 4, 8, 8), ATTENTION))
     engine, weights = invariant(16, 8, 2, config)
     found = sample(engine, prompts(3, 1, 4, 0, 2), weights=weights, at_once=4)
     assert_same(found, invariant_baseline(config), logprob_tolerance=0)

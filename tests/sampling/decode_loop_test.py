@@ -15,6 +15,7 @@ from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.decode_loop import DecodeLoop
 from dapo_jax.sampling.decoding import DecodingOptions, decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.requests import OwnOptions, Request
 from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
@@ -122,7 +123,9 @@ def weights():
 
 @functools.cache
 def decoder_engine(slots, **how):
-    return DecoderEngine(CONFIG, slots=slots, capacity=24, steps_per_call=4, stop_ids=[EOS], mesh=MESH, **how)
+    return DecoderEngine(
+        CONFIG, MESH, EngineSpec(slots=slots, capacity=24, steps_per_call=4, stop_ids=[EOS], **how)
+    )
 
 
 def with_seed(seed, *, at=None, **options):

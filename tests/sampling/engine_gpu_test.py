@@ -16,6 +16,7 @@ from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 
 pytest.importorskip("jax_cuda12_plugin", reason="the extra cuda-plan")
 
@@ -26,7 +27,8 @@ FREE = (
 """Instructions that start no kernel."""
 
 
-DELTA = replace(preset("qwen3.5-0.8b"), layers=4, vocab_size=8192, delta_layers=(True, True, True, False))
+LARGE = preset("qwen3.5-0.8b")
+DELTA = replace(LARGE, layers=4, vocab_size=8192, mixers=LARGE.mixers[:4])
 KINDS = {
     "plain": (QWEN3, {}),
     "as in the trainer": (QWEN3, {"join": False}),
@@ -46,8 +48,12 @@ def compiled(layers, kind="plain"):
     tensor = how.pop("tensor", 1)
     mesh = make_mesh(fsdp=1, tensor=tensor, devices=devices_of(parse(f"h100:{tensor}")))
     engine = DecoderEngine(
-        config, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], mesh=mesh, compute_dtype="bfloat16",
-    )  # fmt: skip
+        config,
+        mesh,
+        EngineSpec(
+            slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], compute_dtype="bfloat16"
+        ),
+    )
     weights = WeightTransfer(shapes_of(config), mesh, dtype="bfloat16", places=config.places, **how).shapes
     # The tests' configuration leaves most optimizations out.
     whole = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}

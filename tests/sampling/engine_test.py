@@ -18,6 +18,7 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.interface import Insertion
 from dapo_jax.sampling.pages import Pages
 from dapo_jax.sampling.prompt_packing import PrefillShape
@@ -48,7 +49,7 @@ def mesh():
 
 def made(mesh, config=CONFIG, **changes):
     sizes = {"slots": SLOTS, "capacity": CAPACITY, "steps_per_call": STEPS, "stop_ids": [EOS]}
-    return DecoderEngine(config, mesh=mesh, **sizes | changes)
+    return DecoderEngine(config, mesh, EngineSpec(**sizes | changes))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config
 
@@ -29,9 +30,17 @@ def compiled(head_dim=128, name="generate", dtype="bfloat16", eight_bit=False, w
         qkv_bias=True, tied_embeddings=False, max_positions=CAPACITY, windows=windows,
     )  # fmt: skip
     engine = DecoderEngine(
-        config, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], mesh=mesh, compute_dtype=dtype,
-        prefill=PrefillShape(rows=1, width=512, longest=512),
-    )  # fmt: skip
+        config,
+        mesh,
+        EngineSpec(
+            slots=SLOTS,
+            capacity=CAPACITY,
+            steps_per_call=STEPS,
+            stop_ids=[1],
+            compute_dtype=dtype,
+            prefill=PrefillShape(rows=1, width=512, longest=512),
+        ),
+    )
     weights = WeightTransfer(shapes_of(config), mesh, dtype=dtype, eight_bit=eight_bit).shapes
     program = engine.programs(weights, decoding())[name]()
     return program.compile(), SLOTS * 4 * CAPACITY * 2 * head_dim * 2 // 4

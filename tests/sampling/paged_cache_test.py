@@ -16,6 +16,7 @@ from dapo_jax.sampling import cache as dense
 from dapo_jax.sampling import gpu_cache, tpu_cache
 from dapo_jax.sampling.caches import cache_for, kind_for, sizes_for, without_kernel
 from dapo_jax.sampling.pages import slot_pages
+from dapo_jax.testing import tiny_decoder_config
 
 KINDS = [
     pytest.param(("pages", "cpu"), id="xla"),
@@ -24,6 +25,11 @@ KINDS = [
     pytest.param(("tpu", "tpu"), marks=pytest.mark.tpu, id="tpu"),
     pytest.param(("gpu", "gpu"), marks=pytest.mark.gpu, id="gpu"),
 ]
+
+
+def decoder_with(kv_heads, head_dim, windows=(), cap=None):
+    sizes = {"heads": kv_heads, "kv_heads": kv_heads, "head_dim": head_dim, "layers": len(windows) or 1}
+    return tiny_decoder_config(**sizes, windows=windows, score_cap=cap)
 
 
 class Filled:
@@ -36,9 +42,9 @@ class Filled:
         self.mesh = make_mesh(devices=jax.devices(platform)[:1])
         sizes = sizes_for(name, self.mesh, holders=slots, capacity=capacity, page_tokens=page_tokens)
         self.kind, self.sizes, self.slots = name, sizes, slots
-        self.heads = {"kv_heads": kv_heads, "head_dim": head_dim, **masks}
+        self.config = decoder_with(kv_heads, head_dim, **masks)
         self.functions = cache_for(
-            name, self.mesh, sizes, **self.heads, cache_dtype=dtype, compute_dtype=dtype
+            name, self.mesh, sizes, self.config, cache_dtype=dtype, compute_dtype=dtype
         )
         rng, count = np.random.default_rng(seed), slots * sizes.table_pages + spare
         self.tables = rng.permutation(count)[: slots * sizes.table_pages].reshape(slots, -1).astype(np.int32)
@@ -54,7 +60,7 @@ class Filled:
         functions, dtype = self.functions, dtype or self.dtype
         if dtype != self.dtype:
             how = {"cache_dtype": dtype, "compute_dtype": "float32"}
-            functions = cache_for(self.kind, self.mesh, self.sizes, **self.heads, **how)
+            functions = cache_for(self.kind, self.mesh, self.sizes, self.config, **how)
         count, kv_heads, page_tokens, head_dim = self.keys.shape
         live = np.ones(self.slots, bool) if live is None else np.asarray(live)
 
@@ -243,7 +249,7 @@ def test_prompts_are_written_to_pages_as_in_the_other_caches():
 def test_the_cache_is_the_one_for_the_meshs_platform():
     """On a CPU, pages are slower than slots of up to 256 tokens, so they are used only on request or for longer slots."""
     mesh = make_mesh(devices=jax.devices("cpu")[:1])
-    how = {"kv_heads": 2, "head_dim": 8, "cache_dtype": "float32", "compute_dtype": "float32"}
+    how = {"config": decoder_with(2, 8), "cache_dtype": "float32", "compute_dtype": "float32"}
     assert kind_for(mesh) == kind_for(mesh, capacity=256) == "slots"
     assert kind_for(mesh, capacity=257) == "pages"
     assert kind_for(mesh, page_tokens=16) == kind_for(mesh, cache_tokens=512) == "pages"
@@ -293,9 +299,7 @@ def test_heads_that_do_not_spread_over_the_mesh_are_refused():
     mesh = make_mesh(data=1, fsdp=1, tensor=4, devices=jax.devices("cpu")[:4])
     sizes = sizes_for("pages", mesh, holders=4, capacity=24, page_tokens=16)
     with pytest.raises(ValueError, match=r"2 key heads .* 4 devices .* parallel.sampler_tensor"):
-        cache_for(
-            "pages", mesh, sizes, kv_heads=2, head_dim=8, cache_dtype="float32", compute_dtype="float32"
-        )
+        cache_for("pages", mesh, sizes, decoder_with(2, 8), cache_dtype="float32", compute_dtype="float32")
 
 
 class Gpu:

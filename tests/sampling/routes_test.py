@@ -30,6 +30,7 @@ from dapo_jax.rollout.virtual_clock import ClockSizes, VirtualClock
 from dapo_jax.sampling.continuous_batching import limits_of
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.interface import ResultTokens
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.sampling.requests import Request
@@ -109,9 +110,17 @@ def assert_further(record, sampled=slice(None)):
 @functools.cache
 def engine_of(slots, steps=8, **how):
     return FurtherEngine(
-        CONFIG, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], mesh=one_device(),
-        records_routes=True, **how,
-    )  # fmt: skip
+        CONFIG,
+        one_device(),
+        EngineSpec(
+            slots=slots,
+            capacity=MAX_PROMPT + LIMIT,
+            steps_per_call=steps,
+            stop_ids=[EOS],
+            records_routes=True,
+            **how,
+        ),
+    )
 
 
 @functools.cache

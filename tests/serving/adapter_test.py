@@ -14,6 +14,7 @@ from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.serving.adapter import JetStreamEngine
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
@@ -27,8 +28,12 @@ MESH = make_mesh(devices=jax.devices()[:1])
 
 def decoder_of(**pages):
     return DecoderEngine(
-        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=(TOKENIZER.eos_id,), mesh=MESH, **pages
-    )  # fmt: skip
+        CONFIG,
+        MESH,
+        EngineSpec(
+            slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=(TOKENIZER.eos_id,), **pages
+        ),
+    )
 
 
 @pytest.fixture(scope="module")

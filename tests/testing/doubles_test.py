@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.models.presets import DeltaSizes
+from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.interface import Engine, Insertion
 from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
@@ -103,7 +104,7 @@ def test_tiny_parameters_have_nothing_at_its_start_value():
 def test_the_norms_of_tiny_parameters_have_factors_near_one(offset):
     """Factors of 2 would make scores of normed queries and keys 4 times as large, and with them the rounding errors of log-probabilities."""
     config = tiny_decoder_config(
-        layers=2, qk_norm="head", norm_offset=offset, delta=DeltaSizes(2, 4, 8, 8), delta_layers=(True, False)
+        layers=2, qk_norm="head", norm_offset=offset, mixers=(GatedDelta(2, 4, 8, 8), ATTENTION)
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(tiny_params(config)):
         name = jax.tree_util.keystr(path)

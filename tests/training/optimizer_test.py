@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 from optax.contrib import muon
 
-from dapo_jax.models.presets import PRESETS, DecoderConfig, DeltaSizes, Experts, preset
+from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.presets import PRESETS, DecoderConfig, Experts, preset
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -192,8 +194,8 @@ def shrunk(name):
         "head_dim": 8,
         "mlp_dim": 14,
     }
-    if large.delta is not None:
-        sizes |= {"delta": DeltaSizes(1, 2, 4, 6), "delta_layers": (True, False)}
+    if large.fixed:
+        sizes |= {"mixers": (GatedDelta(1, 2, 4, 6), ATTENTION)}
     options = ("tied_embeddings", "qkv_bias", "qk_norm", "norm_place", "norm_offset", "attention_gate")
     experts = large.experts and replace(large.experts, count=5, chosen=2)
     return DecoderConfig(experts=experts, **sizes, **{key: getattr(large, key) for key in options})

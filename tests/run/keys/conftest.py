@@ -57,8 +57,8 @@ def watched():
     """The last arguments of classes by name, and the doubles under `engine` and `updates`."""
     received = {}
 
-    def engine(decoder, mesh, **options):
-        received["engine"] = doubles.Engine(decoder, mesh=mesh, **options)
+    def engine(decoder, mesh, spec):
+        received["engine"] = doubles.Engine(decoder, mesh, spec)
         return received["engine"]
 
     def updates(*arguments, **options):

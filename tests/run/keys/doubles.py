@@ -28,21 +28,17 @@ def script(end):
 class Engine(ScriptedEngine):
     """Has the signature of `DecoderEngine`."""
 
-    def __init__(
-        self, decoder, *, slots, capacity, steps_per_call, stop_ids, mesh, compute_dtype, page_tokens, cache_tokens,
-        cache_dtype, cache_bytes, prefill, in_flight, batch_invariant, has_turns, records_routes,
-    ):  # fmt: skip
-        kind = kind_for(mesh, page_tokens=page_tokens, cache_tokens=cache_tokens, turns=in_flight > 0)
-        how = {"page_tokens": page_tokens, "cache_tokens": cache_tokens}
-        self.cache_dtype, self.prefill_shape, self.batch_invariant = cache_dtype, prefill, batch_invariant
-        self.has_turns, self.records_routes = has_turns, records_routes
-        sizes = sizes_for(kind, mesh, holders=max(slots, in_flight), capacity=capacity, **how)
+    def __init__(self, decoder, mesh, spec):
+        how = {"page_tokens": spec.page_tokens, "cache_tokens": spec.cache_tokens}
+        kind = kind_for(mesh, **how, turns=spec.in_flight > 0)
+        sizes = sizes_for(kind, mesh, holders=max(spec.slots, spec.in_flight), capacity=spec.capacity, **how)
         super().__init__(
-            script(end=stop_ids[0]), slots=slots, capacity=capacity, steps_per_call=steps_per_call, stop_ids=stop_ids,
+            script(end=spec.stop_ids[0]), slots=spec.slots, capacity=spec.capacity, steps_per_call=spec.steps_per_call, stop_ids=spec.stop_ids,
             page_sizes=sizes,
         )  # fmt: skip
-        self.decoder = decoder
-        self.mesh, self.compute_dtype = mesh, compute_dtype
+        self.decoder, self.mesh, self.prefill_shape = decoder, mesh, spec.prefill
+        for name in ("compute_dtype", "cache_dtype", "batch_invariant", "has_turns", "records_routes"):
+            setattr(self, name, getattr(spec, name))
         self.hows, self.keys, self.limits = [], [], set()
 
     def programs(self, params, decoding):

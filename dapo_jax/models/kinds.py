@@ -1,0 +1,245 @@
+"""The contract of a kind of layer: a mixer, which combines the tokens of a sequence, and an MLP, which processes each token alone.
+
+A kind is a frozen value. It has the table of its parameters, its computation over whole rows, in prefill and in decoding, its state, and its
+operations. All other modules loop over the kinds of a decoder (`DecoderConfig.kinds`). To add a kind, write a subclass of `Mixer` or `Mlp` in a file of its
+own, and add a row to the table in `families.py` or `presets.py`.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Integer
+
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.layout import Layout, is_matrix
+from dapo_jax.models.projections import Projections
+from dapo_jax.models.rope import RopeTables
+
+Attend = Callable[..., tuple[Array, Any]]
+"""The part of a mixer that combines tokens. It maps the mixer's inputs, such as query, key and value, each [heads, head_dim, tokens], to the output per head,
+and a second value, such as the new state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter of a layer."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    """The logical axis of each dimension, outputs before inputs. `parallel.sharding` maps it to a mesh axis."""
+    tensor: str = ""
+    """The name of its tensor in a layer of a file, which `Family.tensors` may replace. Parameters with the same name are parts of one tensor, one below the other."""
+    fan_in: int = 0
+    """If above 0, initial values are normal with variance 1 / fan_in."""
+    start: float | Callable[[Array], Array] = 0.0
+    """Otherwise, the initial value, or a function that maps a random key to initial values."""
+    float32: bool = False
+    """Whether the parameter stays float32 whatever the dtype of products is, such as norms and routers."""
+    target: str = ""
+    """The name of the matrix in PEFT if it may have an adapter."""
+    joins: tuple[str, ...] = ()
+    """The parameters with which a sampler may join this one, because they multiply the same tokens (see `models.joined`)."""
+    is_rotated: bool = False
+    """Whether the rotary embedding applies to its outputs. The order of these outputs may differ in files."""
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    def variable(self, rngs: nnx.Rngs) -> nnx.Param[Array]:
+        """Returns the parameter with its initial values."""
+        if self.fan_in:
+            value = jax.random.normal(rngs.params(), self.shape) * self.fan_in**-0.5
+        elif callable(self.start):
+            value = self.start(rngs.params())
+        else:
+            # Without an explicit dtype, the arrays would be weakly typed, and all programs would be compiled again after the first update.
+            value = jnp.full(self.shape, self.start, jnp.float32)
+        return nnx.Param(value, axes=self.axes, float32=self.float32, joins=self.joins)
+
+
+def norm(config: Architecture, *shape: int, axes: tuple[str, ...] = ("norm",), tensor: str = "") -> Parameter:
+    """Returns the weight of a norm, whose initial factors are 1."""
+    start = 1.0 - config.norm_offset
+    return Parameter(shape=shape, axes=axes, start=start, float32=True, tensor=tensor)
+
+
+@dataclass(frozen=True)
+class Paged:
+    """A state that grows with the sequence: a key and a value of each token, in pages."""
+
+    kv_heads: int
+    head_dim: int
+    tokens: int = 0
+    """Number of last tokens that a query reads, or 0 for all."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A state of fixed size per sequence."""
+
+    empty: Callable[[int, str], Any]
+    """Maps a number of sequences and the compute dtype to the state before the first token. Sequences are the first dimension of all arrays, heads the second."""
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes of the state of one sequence, with the compute dtype float32."""
+        arrays = jax.tree.leaves(jax.eval_shape(lambda: self.empty(1, "float32")))
+        return sum(array.size * array.dtype.itemsize for array in arrays)
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of one training pass."""
+
+    segment_ids: Int[Array, "batch seq"]
+    prefix_ids: Int[Array, "batch seq"] | None
+    positions: Int[Array, "batch seq"]
+    layout: Layout
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PrefillPart:
+    """The rows of one prefill call, or a chunk of one sequence."""
+
+    segment_ids: Int[Array, "rows seq"]
+    positions: Int[Array, "rows seq"]
+    last: Int[Array, " prompts"]
+    """Flat indices of the last token of each prompt."""
+    before: Any
+    """For a chunk, the state before it (for a `Paged` state, two arrays [kv_heads, head_dim, room]), otherwise None."""
+    start: Int[Array, ""]
+    """For a chunk, the number of tokens before it."""
+    store: Callable[[Array, Array, int], Any]
+    """Converts keys and values [kv_heads, head_dim, tokens] of some rows to the layout of the cache."""
+    dtype: str
+
+
+@dataclass(frozen=True)
+class DecodingStep:
+    """One decoding step."""
+
+    state: Any
+    """The state of this layer: its cache if it is `Paged`, or a `Fixed` state."""
+    live: Array
+    """[slots], whether each slot processes a token. The states of other slots must not change."""
+    extend: Callable[..., tuple[Array, Any]]
+    """Appends keys and values to a cache and attends to it. The arguments are cache, query, key, value, and `window` and the like."""
+
+
+class Mixer(ABC):
+    """A kind of mixer. Subclasses are frozen dataclasses."""
+
+    stack: ClassVar[str]
+    """The name of the stacked parameters of layers with this mixer, in checkpoints too."""
+    group: ClassVar[str] = ""
+    targets: ClassVar[tuple[str, ...]] = ()
+    """The names of the matrices that may have adapters, and the name of all of them together in `lora.targets`."""
+
+    @abstractmethod
+    def parameters(self, config: Architecture) -> dict[str, Parameter]:
+        """Returns the parameters of one layer. `output` is the matrix whose product is added to the residual stream."""
+
+    @abstractmethod
+    def mix(
+        self, layer: Projections, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
+    ) -> tuple[Float[Array, "features tokens"], Any]:
+        """Returns the input of the output projection, and the second result of `attend`, which `over_rows`, `prefill` or `step` returned."""
+
+    @abstractmethod
+    def over_rows(self, config: Architecture, rows: TrainingRows) -> Attend:
+        """Returns the function for whole rows in training. It also takes the layer's `data` as keywords."""
+
+    @abstractmethod
+    def prefill(self, config: Architecture, part: PrefillPart, **data: Any) -> Attend:
+        """Returns the function for prompts. Its second result is the keys and values of all tokens (from `part.store`), or the `Fixed` states after `part.last`."""
+
+    @abstractmethod
+    def step(self, config: Architecture, step: DecodingStep, **data: Any) -> Attend:
+        """Returns the function for one token of each slot. Its second result is the new state."""
+
+    @abstractmethod
+    def state(self, config: Architecture, layer: int) -> Paged | Fixed:
+        """Returns the form of the state of a layer."""
+
+    def data(self, config: Architecture) -> Mapping[str, tuple[int, ...]]:
+        """Returns numbers for each layer of the decoder. Layers that differ only in these numbers share a stack."""
+        return {}
+
+    @abstractmethod
+    def flops(self, config: Architecture, *, decoding: bool) -> tuple[int, int]:
+        """Returns the operations per token and per pair of a query and a key, without products with parameters."""
+
+
+class Mlp(ABC):
+    """A kind of MLP. Subclasses are frozen dataclasses."""
+
+    stack: ClassVar[str] = "mlp_blocks"
+    """The name of the stacked parameters of layers without a mixer."""
+    group: ClassVar[str] = ""
+    targets: ClassVar[tuple[str, ...]] = ()
+    """The names of its adapted matrices (see `Mixer`)."""
+
+    @abstractmethod
+    def parameters(self, config: Architecture) -> dict[str, Parameter]:
+        """Returns the parameters of one layer. `down` is the matrix whose product is added to the residual stream."""
+
+    @abstractmethod
+    def apply(
+        self,
+        layer: Projections,
+        x: Float[Array, "embed part"],
+        routes: Integer[Array, "tokens chosen"] | None,
+    ) -> tuple[Float[Array, "embed tokens"], Int[Array, "tokens chosen"] | None]:
+        """Returns the product that is added to the residual stream, and the layer's own choice for each token if it makes a choice.
+
+        `routes` contains choices to use, or `NO_ROUTE` for its own choice.
+        """
+
+    def used(self, tokens: int | float) -> int | float:
+        """Returns the share of the parameters with the axis `experts` that `tokens` tokens use."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of layer. Either part may be missing."""
+
+    mixer: Mixer | None
+    mlp: Mlp | None
+
+    @property
+    def stack(self) -> str:
+        """The name of a stack of such layers, if a decoder has no other kind with the same name."""
+        return self.mixer.stack if self.mixer else Mlp.stack
+
+    def parameters(self, config: Architecture) -> dict[str, Parameter]:
+        """Returns all parameters of one layer, without adapters."""
+        before, after = config.norm_place != "outputs", config.norm_place != "inputs"
+        parts = {"attention": self.mixer, "mlp": self.mlp}
+        names = {"attention": "input_layernorm.weight", "mlp": "post_attention_layernorm.weight"}
+        found: dict[str, Parameter] = {}
+        for name in parts:
+            if before and parts[name]:
+                found[f"{name}_norm"] = norm(config, config.embed_dim, tensor=names[name])
+            if after and parts[name]:
+                found[f"{name}_out_norm"] = norm(config, config.embed_dim)
+        for part in parts.values():
+            found |= part.parameters(config) if part else {}
+        return found
+
+    def matrix_parameters(self, config: Architecture, tokens: int | float = 1) -> int | float:
+        """Returns the number of entries of the matrices that `tokens` tokens use."""
+        found = self.parameters(config).values()
+        share = self.mlp.used(tokens) if self.mlp else 1.0
+        return sum(
+            each.size * (share if "experts" in each.axes else 1) for each in found if is_matrix(each.axes)
+        )

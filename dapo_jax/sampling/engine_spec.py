@@ -1,0 +1,111 @@
+"""The sizes and options of a decoding engine."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.sampling.caches import Kind, kind_for, sizes_for
+from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
+
+_ROWS, _TOKENS = 4, 4096
+"""Default maximum numbers of rows and tokens per prefill call."""
+
+BLOCK_SLOTS = 8
+"""Number of slots per device that a batch-invariant engine decodes together. The summation order in a program depends on its shapes, so the shapes must not
+depend on the number of slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """The sizes and options of a `DecoderEngine`."""
+
+    slots: int
+    """Number of sequences that are decoded together."""
+    capacity: int
+    """Maximum number of tokens in a prompt and its response together."""
+    steps_per_call: int
+    """Maximum number of tokens per slot that a call to `generate` samples."""
+    stop_ids: Sequence[int]
+    """The tokens that end a response."""
+    compute_dtype: str = "float32"
+    cache_dtype: str = ""
+    """Dtype of keys and values. Defaults to `compute_dtype`."""
+    page_tokens: int = 0
+    cache_tokens: int = 0
+    """Tokens per page, and tokens of the whole cache (see `caches.sizes_for`)."""
+    cache_bytes: int | None = None
+    """Size of the cache in bytes on each device, used if `cache_tokens` is 0. If None, the cache has room for all slots at full length."""
+    cache: Kind | None = None
+    """The kind of cache. Defaults to the kind for the platform."""
+    prefill: PrefillShape | None = None
+    """Rows and tokens per prefill call. Defaults to at most 4 rows and 4,096 tokens."""
+    in_flight: int = 0
+    """Number of responses in flight. Each may have pages in the cache. If there are fewer slots, responses take turns in the slots. All responses are
+    re-prefilled when the weights change."""
+    batch_invariant: bool = False
+    """Whether no bit of a response may depend on the number of slots or on other requests. If `prefill` is given, its `alone` must be True."""
+    has_turns: bool = False
+    """Whether responses are multi-turn episodes. While its environment works, an episode keeps its pages until other responses need them; at most `slots` episodes
+    can. The answer's tokens are then fed. A batch-invariant engine re-prefills instead, because feeding rounds differently."""
+    records_routes: bool = False
+    """Whether the experts that a model with experts chooses for each token are returned. There must be at most `NO_ROUTE` experts."""
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of keys and values."""
+        return self.cache_dtype or self.compute_dtype
+
+    @property
+    def prefill_shape(self) -> PrefillShape:
+        """The shape of a prefill call."""
+        longest = {"longest": self.capacity, "capacity": self.capacity, "alone": self.batch_invariant}
+        return self.prefill or prefill_shape(**longest, prompts=_ROWS, tokens=_TOKENS)
+
+    def cache_kind(self, mesh: Mesh) -> Kind:
+        """Returns the kind of cache on a mesh."""
+        leaves_slots = self.in_flight > 0 or self.batch_invariant or self.has_turns
+        sizes = {
+            "page_tokens": self.page_tokens,
+            "cache_tokens": self.cache_tokens,
+            "capacity": self.capacity,
+        }
+        return self.cache or kind_for(mesh, **sizes, dtype=self.stored_dtype, turns=leaves_slots)
+
+    def page_sizes(
+        self, mesh: Mesh, kind: Kind, token_bytes: Mapping[int, int], *, holders: int, call_tokens: int
+    ) -> PageSizes:
+        """Returns the sizes of the pages for `holders` sequences (see `caches.sizes_for`)."""
+        return sizes_for(
+            kind, mesh, holders=holders, capacity=self.capacity, page_tokens=self.page_tokens, cache_tokens=self.cache_tokens, dtype=self.stored_dtype,
+            room=self.cache_bytes, token_bytes=token_bytes, call_tokens=call_tokens,
+        )  # fmt: skip
+
+    def check(self, config: DecoderConfig, mesh: Mesh) -> None:
+        """Raises ValueError if the slots cannot be split evenly over the mesh, or sequences are longer than the model's maximum position."""
+        spread = batch_devices(mesh)
+        if self.slots % spread:
+            raise ValueError(
+                f"sampling.slots={self.slots} must be a multiple of parallel.data x parallel.fsdp = {spread}, "
+                f"because slots are split over these axes; for example {self.slots // spread * spread + spread}"
+            )
+        block = spread * BLOCK_SLOTS
+        if self.batch_invariant and self.slots % block:
+            raise ValueError(
+                f"sampling.slots={self.slots} must be a multiple of {BLOCK_SLOTS} x parallel.data x parallel.fsdp = {block} with sampling.batch_invariant=true, "
+                f"because each device decodes {BLOCK_SLOTS} slots at a time; for example {-(-self.slots // block) * block}"
+            )
+        if self.capacity > config.max_positions:
+            raise ValueError(
+                f"prompt and response need {self.capacity} positions, but the model has {config.max_positions}; "
+                "lower data.max_prompt_tokens or sampling.max_response_tokens"
+            )
+
+
+def batch_devices(mesh: Mesh) -> int:
+    """Returns the number of groups of devices over which slots are split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -1,0 +1,121 @@
+"""The contract of a kind of layer: its name is in its own file and in the tables of families and presets, and in no other file."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.decoder import Block, Decoder
+from dapo_jax.models.gated import GATED
+from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.kinds import LayerKind
+from dapo_jax.models.projections import rope_tables
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from tests.prose import ROOT
+
+NAMES = re.compile(r"gated.?delta|deltanet|delta_(?:blocks|layers)|linear_attention|\bwindow(?:s|ed)?\b|\bsliding|\bRECURRENT\b", re.IGNORECASE)  # fmt: skip
+TABLES = {"models/families.py", "models/presets.py"}
+OTHERS = {
+    "models/architecture.py": "the options of attention",
+    "models/attention.py": "attention over rows",
+    "models/attention_mixer.py": "the mixer",
+    "models/cudnn.py": "attention over rows",
+    "models/gated_delta.py": "the mixer",
+    "models/gguf.py": "keys of GGUF files",
+    "models/kernels.py": "attention over rows",
+    "models/kinds.py": "the example of a cache's argument",
+    "models/layout.py": "attention over rows",
+    "parallel/training_layout.py": "attention over rows on a mesh",
+    "sampling/cache.py": "attention over a cache",
+    "sampling/caches.py": "attention over a cache",
+    "sampling/gpu_cache.py": "attention over a cache",
+    "sampling/paged_cache.py": "attention over a cache",
+    "sampling/pages.py": "pages before a window are free",
+    "sampling/tpu_cache.py": "attention over a cache",
+    "config/schema.py": "lora.targets has the name of a group of matrices",
+    "plan/output.py": "a key of the plan's JSON",
+    "health/watchdogs.py": "a window of steps",
+    "parallel/gpu_settings.py": "Microsoft Windows",
+    "report/build.py": "a window of the browser",
+    "serving/text.py": "a window of characters",
+    "text/stop_strings.py": "a window of characters",
+}
+"""Other files that may have such a word, and its meaning there."""
+CLASSES = re.compile(r"\b(?:Attention|ATTENTION|GatedDelta|Gated|GATED|Experts)\b")
+
+
+def sources():
+    return {
+        str(path.relative_to(ROOT / "dapo_jax")): path.read_text()
+        for path in (ROOT / "dapo_jax").rglob("*.py")
+    }
+
+
+def naming(texts):
+    return {name for name, text in texts.items() if NAMES.search(text)}
+
+
+def test_only_its_own_file_and_the_tables_name_a_kind_of_layer():
+    found = naming(sources())
+    assert found <= TABLES | OTHERS.keys()
+    assert OTHERS.keys() - found <= {"plan/output.py"}, "remove the files that no longer have such a word"
+
+
+@pytest.mark.parametrize("word", ["gated_delta", "window"])
+def test_a_name_in_the_engine_would_be_found(word):
+    texts = sources()
+    engine = "sampling/engine.py"
+    assert engine in naming({engine: f"{texts[engine]}\n{word} = 1\n"})
+
+
+def test_only_the_tables_import_the_classes_of_kinds():
+    found = {
+        name
+        for name, text in sources().items()
+        for line in text.splitlines()
+        if "import" in line and CLASSES.search(line.partition("import")[2])
+    }
+    assert found <= TABLES
+
+
+def test_a_layer_may_have_a_mixer_or_an_mlp_alone():
+    config = tiny_decoder_config()
+    x, (rope,) = jnp.ones((32, 3)), rope_tables(jnp.arange(3, dtype=jnp.int32), config)
+    shapes = {}
+    for name, kind in {"mixer": LayerKind(ATTENTION, None), "mlp": LayerKind(None, GATED)}.items():
+        block = Block(config, kind, rngs=nnx.Rngs(0))
+        out, kept, _ = jax.eval_shape(
+            lambda block=block: block(x, rope, lambda query, key, value: (query, key))
+        )
+        assert (out.shape, kept is None) == (x.shape, name == "mlp")
+        shapes[name] = set(kind.parameters(config))
+    whole = set(LayerKind(ATTENTION, GATED).parameters(config))
+    assert shapes["mixer"] | shapes["mlp"] == whole
+    assert not shapes["mixer"] & shapes["mlp"]
+
+
+def test_each_kind_has_a_stack_of_its_own_and_layers_keep_their_order():
+    """Two sizes of one mixer are two kinds. The third layer with attention has another place than the second, so all weights matter."""
+    small, large = GatedDelta(2, 2, 4, 4), GatedDelta(2, 4, 8, 8)
+    config = tiny_decoder_config(layers=5, mixers=(small, ATTENTION, large, small, ATTENTION))
+    names = ["delta_blocks", "blocks", "delta_blocks_2"]
+    assert config.places == ((names[0], 0), (names[1], 0), (names[2], 0), (names[0], 1), (names[1], 1))
+    assert list(config.stacks) == sorted(names)
+    assert (len(config.paged), len(config.fixed)) == (2, 3)
+    params = tiny_params(config)
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
+    tokens = jnp.arange(6, dtype=jnp.int32)[None]
+
+    def hidden(params):
+        return nnx.merge(graph, params)(tokens, tokens, jnp.ones_like(tokens))
+
+    changed = jax.tree.leaves(
+        jax.jit(jax.grad(lambda params: hidden(params).sum()))(params)["blocks"]["query"]
+    )[0]
+    assert (np.abs(changed).max((1, 2, 3)) > 0).all()
+    assert config.parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
