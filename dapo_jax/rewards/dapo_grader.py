@@ -85,17 +85,17 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"\boxed{1} so \boxed{\frac{1}{2}}."), last_boxed(r"\boxed{1} and \boxed{2")
     ('\\frac{1}{2}', None)
     """
-    _, found, after = text.rpartition(_BOX)
+    _, mark, after = text.rpartition(_BOX)
     depth = 1
-    for place, character in enumerate(after if found else ""):
+    for end, character in enumerate(after if mark else ""):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return after[:place]
+            return after[:end]
     return None
 
 
-def _compared(found: str, answer: str, where: str) -> Verdict:
-    extracted, expected = normal_form(found), normal_form(answer)
+def _compared(stated: str, answer: str, where: str) -> Verdict:
+    extracted, expected = normal_form(stated), normal_form(answer)
     correct = extracted == expected
     reason = f"{where}: equal" if correct else f"{where}: expected {expected!r}"
     return Verdict(correct=correct, extracted=extracted, reason=reason)

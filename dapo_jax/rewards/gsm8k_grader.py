@@ -45,13 +45,15 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     _, marked, after = without_thoughts(response).rpartition(_MARK)
     where = f"after the last {_MARK!r}" if marked else "the last number"
     # After the mark, only the rest of the line is used, or the next line that is not empty.
-    found = _stated(after.strip().partition("\n")[0] if marked else after, alone=bool(marked))
-    if found is None:
+    stated = _stated(after.strip().partition("\n")[0] if marked else after, alone=bool(marked))
+    if stated is None:
         return Verdict(correct=False, reason=f"no number {where if marked else 'in the response'}")
-    text, exact = found
+    text, exact = stated
     numbers = exact is not None and expected[1] is not None
-    correct, how = (exact == expected[1], "equal") if numbers else (text == expected[0], "equal as text")
-    reason = f"{where}: {how if correct else f'expected {expected[0]}'}"
+    correct, agreement = (
+        (exact == expected[1], "equal") if numbers else (text == expected[0], "equal as text")
+    )
+    reason = f"{where}: {agreement if correct else f'expected {expected[0]}'}"
     return Verdict(correct=correct, extracted=text, reason=reason)
 
 
@@ -90,7 +92,7 @@ def _is_statement(before: str, after: str) -> bool:
     """Returns whether the texts next to a number hold only words that do not change it (`numerals.placeholder`), pairs of brackets, and punctuation."""
     before = re.sub(r"(?<![A-Za-z])[A-Za-z]\s*=\s*$", "", before)
     after = re.sub("(?<=[a-z])/(?:[hs](?![a-z])|(?=[a-z]))", " ", after)
-    kinds = ["".join(placeholder(word) or "?" for word in WORD.findall(part)) for part in (before, after)]
+    kinds = ["".join(placeholder(word) or "?" for word in WORD.findall(text)) for text in (before, after)]
     known = re.fullmatch(f"[{FILLER}{COPULA}]*#(?:[{FILLER}{COPULA}]|{PER_AREA}?{UNIT})*", "#".join(kinds))
     opened = re.sub(r"[\s:=]|\\?[$€£¥₹]|\*\*", "", WORD.sub("", before))
     closed = re.sub(r"[\s.,;°¢]|\\?[%$€£¥₹]|\*\*|\(\)", "", WORD.sub("", after))

@@ -80,7 +80,7 @@ class Judge:
         config = self.config
         values = {"prompt": sample.prompt.text, "response": sample.response, "answer": sample.answer}
         # One pass, so that a placeholder in a response is not replaced.
-        text = re.sub(r"\{(prompt|response|answer)\}", lambda found: values[found[1]], config.prompt)
+        text = re.sub(r"\{(prompt|response|answer)\}", lambda name: values[name[1]], config.prompt)
         body = {"model": config.model, "messages": [{"role": "user", "content": text}]}
         body |= {"temperature": 0.0, "max_tokens": 256, **config.options}
         try:
@@ -105,18 +105,18 @@ class Judge:
         return reply
 
     async def _cached(self, request: str, body: bytes) -> str:
-        if found := await asyncio.to_thread(self._of_cache, _FIND, request):
+        if rows := await asyncio.to_thread(self._of_cache, _FIND, request):
             self.counts["cache_hits"] += 1
-            return found[0][0]
+            return rows[0][0]
         reply = await self._asked(body)
         self._score(reply)
         await asyncio.to_thread(self._of_cache, _KEEP, request, reply)
         return reply
 
     def _score(self, reply: str) -> float:
-        config, found = self.config, re.findall(self.config.score, without_thoughts(reply))
+        config, matches = self.config, re.findall(self.config.score, without_thoughts(reply))
         with suppress(IndexError, ValueError):
-            if config.lowest <= (score := float(found[-1])) <= config.highest:
+            if config.lowest <= (score := float(matches[-1])) <= config.highest:
                 return score
         raise RuntimeError(
             f"the judge replied {reply!r:.200}, but judge.score={config.score!r} must find a number from {config.lowest:g} to {config.highest:g} in it: "
@@ -151,13 +151,13 @@ class Judge:
 
     def _post(self, body: bytes) -> tuple[int, bytes]:
         """Sends a request, and returns the status and the content of the answer. It follows no redirects, which could send the key to another server."""
-        place = urlsplit(self.config.url)
-        connect = HTTPSConnection if place.scheme == "https" else HTTPConnection
-        own = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        headers = {"Content-Type": "application/json", **own}
-        with closing(connect(place.hostname or "", place.port, timeout=self.config.timeout_s)) as connection:
-            query = f"?{place.query}" if place.query else ""
-            connection.request("POST", f"{place.path.rstrip('/')}/chat/completions{query}", body, headers)
+        url = urlsplit(self.config.url)
+        connect = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        headers = {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        with closing(connect(url.hostname or "", url.port, timeout=self.config.timeout_s)) as connection:
+            query = f"?{url.query}" if url.query else ""
+            connection.request("POST", f"{url.path.rstrip('/')}/chat/completions{query}", body, headers)
             answer = connection.getresponse()
             content = answer.read(_MOST_BYTES)
             if answer.length and len(content) < _MOST_BYTES:
@@ -194,14 +194,14 @@ def _reply_of(answer: Any) -> str:
 
 def _check(config: JudgeConfig, key: str) -> None:
     """Checks the values of a judge's settings. `key` is the API key."""
-    place, name = urlsplit(config.url), config.api_key_env
-    if place.scheme not in ("http", "https") or not place.hostname or "@" in place.netloc or place.port == 0:
-        refuse("judge.url", place.hostname, "http:// or https://, a host, and no password", "correct it")
+    url, name = urlsplit(config.url), config.api_key_env
+    if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or url.port == 0:
+        refuse("judge.url", url.hostname, "http:// or https://, a host, and no password", "correct it")
     if "{response}" not in config.prompt:
         refuse("judge.prompt", config.prompt, "the text {response}", "write it where the response belongs")
     if name and not key:
-        found = name if name.isupper() else "a value that may be a key"  # keys are not printed
-        refuse("judge.api_key_env", found, "the name of an environment variable that is set", "export it")
+        shown = name if name.isupper() else "a value that may be a key"  # keys are not printed
+        refuse("judge.api_key_env", shown, "the name of an environment variable that is set", "export it")
     if config.lowest > config.highest:
         refuse("judge.lowest", config.lowest, f"at most judge.highest={config.highest:g}", "swap them")
     try:

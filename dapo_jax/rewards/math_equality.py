@@ -20,66 +20,70 @@ _POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13
 """At the n-th point (a, b, c), the variables have the values a/c, (a + b)/c, (a + b * 2^n)/c, (a + b * 3^n)/c, ..."""
 
 
-def same_meaning(gold: ReadAnswer, found: ReadAnswer) -> bool:
+def same_meaning(gold: ReadAnswer, answer: ReadAnswer) -> bool:
     """Returns whether two answers have the same meaning. If only one is a percentage such as 50%, it equals both 50 and 1/2."""
-    compare = _Comparison(gold.decimals | found.decimals).equal
-    same = compare(gold.value, found.value)
-    if same or gold.percent == found.percent:
+    compare = _Comparison(gold.decimals | answer.decimals).equal
+    same = compare(gold.value, answer.value)
+    if same or gold.percent == answer.percent:
         return same
-    one, other = (gold.value, found.value) if gold.percent else (found.value, gold.value)
-    return not isinstance(one, Several | Relation) and compare(one / 100, other)
+    percentage, other = (gold.value, answer.value) if gold.percent else (answer.value, gold.value)
+    return not isinstance(percentage, Several | Relation) and compare(percentage / 100, other)
 
 
 class _Comparison(NamedTuple):
     decimals: dict[Any, Any]
 
-    def equal(self, gold: Any, found: Any) -> bool:
-        if isinstance(gold, Relation) and isinstance(found, Relation):
-            return self._same_relation(gold, found)
-        gold, found = self._value_of(gold, found), self._value_of(found, gold)
-        if gold is None or found is None:
+    def equal(self, gold: Any, answer: Any) -> bool:
+        if isinstance(gold, Relation) and isinstance(answer, Relation):
+            return self._same_relation(gold, answer)
+        gold, answer = self._value_of(gold, answer), self._value_of(answer, gold)
+        if gold is None or answer is None:
             return False
-        if isinstance(gold, Several) and isinstance(found, Several):
-            return self._same_items(gold, found)
-        if isinstance(gold, Several) or isinstance(found, Several):
-            several, one = (gold, found) if isinstance(gold, Several) else (found, gold)
-            return several.opened == r"\{" and len(several.items) == 1 and self.equal(several.items[0], one)
-        return self._same_number(gold, found)
+        if isinstance(gold, Several) and isinstance(answer, Several):
+            return self._same_items(gold, answer)
+        if isinstance(gold, Several) or isinstance(answer, Several):
+            several, single = (gold, answer) if isinstance(gold, Several) else (answer, gold)
+            return (
+                several.opened == r"\{" and len(several.items) == 1 and self.equal(several.items[0], single)
+            )
+        return self._same_number(gold, answer)
 
-    def _same_items(self, gold: Several, found: Several) -> bool:
-        if UNION in (gold.opened, found.opened):
-            gold, found = _union(gold), _union(found)
+    def _same_items(self, gold: Several, answer: Several) -> bool:
+        if UNION in (gold.opened, answer.opened):
+            gold, answer = _union(gold), _union(answer)
         # Square brackets denote an interval only around two values. Otherwise they are treated as parentheses.
         kinds = {
-            "()" if one.opened == "[" and len(one.items) != 2 else one.opened + one.closed.removeprefix("or")
-            for one in (gold, found)
+            "()"
+            if several.opened == "[" and len(several.items) != 2
+            else several.opened + several.closed.removeprefix("or")
+            for several in (gold, answer)
         }
         if kinds == {r"\{\}"}:  # the number of times that an item occurs in a set does not matter
-            return self._within(gold, found, once=False) and self._within(found, gold, once=False)
-        if len(gold.items) != len(found.items):
+            return self._within(gold, answer, once=False) and self._within(answer, gold, once=False)
+        if len(gold.items) != len(answer.items):
             return False
         if kinds <= {r"\{\}", ""} or kinds == {UNION}:
-            return self._within(gold, found, once=True)
-        return (len(kinds) == 1 or kinds == {"()", ""}) and all(map(self.equal, gold.items, found.items))
+            return self._within(gold, answer, once=True)
+        return (len(kinds) == 1 or kinds == {"()", ""}) and all(map(self.equal, gold.items, answer.items))
 
-    def _within(self, one: Several, other: Several, *, once: bool) -> bool:
-        """Returns whether each item of `one` is an item of `other`. With `once`, each item of `other` counts once."""
-        left = list(other.items)
-        for item in one.items:
-            place = next((place for place, each in enumerate(left) if self.equal(item, each)), None)
-            if place is None:
+    def _within(self, first: Several, second: Several, *, once: bool) -> bool:
+        """Returns whether each item of `first` is an item of `second`. With `once`, each item of `second` counts once."""
+        left = list(second.items)
+        for item in first.items:
+            index = next((index for index, candidate in enumerate(left) if self.equal(item, candidate)), None)
+            if index is None:
                 return False
-            del left[place : place + once]
+            del left[index : index + once]
         return True
 
-    def _same_relation(self, gold: Relation, found: Relation) -> bool:
-        gold, found = self._shortened(gold), self._shortened(found)
-        if gold.signs != found.signs:
-            (one, interval), (other, same) = _interval(gold), _interval(found)
-            return one is not None and one == other and self.equal(interval, same)
-        if all(map(self.equal, gold.sides, found.sides)):
+    def _same_relation(self, gold: Relation, answer: Relation) -> bool:
+        gold, answer = self._shortened(gold), self._shortened(answer)
+        if gold.signs != answer.signs:
+            (name, interval), (other_name, other_interval) = _interval(gold), _interval(answer)
+            return name is not None and name == other_name and self.equal(interval, other_interval)
+        if all(map(self.equal, gold.sides, answer.sides)):
             return True
-        sides = (*gold.sides, *found.sides)
+        sides = (*gold.sides, *answer.sides)
         if len(sides) != 4 or not all(isinstance(side, sympy.Expr) for side in sides):
             return False
         # One equation must be a multiple of the other. For an inequality, the factor must be positive.
@@ -100,27 +104,27 @@ class _Comparison(NamedTuple):
             return relation
         if set(relation.signs) != {"="}:
             return _interval(relation)[1] if isinstance(other, Several) else None
-        *others, found = [side for side in relation.sides if not is_name(side)] or relation.sides[-1:]
-        names = [side for side in relation.sides if is_name(side) and side is not found]
+        *others, value = [side for side in relation.sides if not is_name(side)] or relation.sides[-1:]
+        names = [side for side in relation.sides if is_name(side) and side is not value]
         # Without a name, only an equation of numbers has a value. A name in its own value, as in f(x) = f(x - 1) + 2, makes an equation.
-        used = _heads(found) & set().union(*map(_heads, names))
-        stated = not used if names else getattr(found, "is_number", False)
-        return found if stated and all(self.equal(found, other) for other in others) else None
+        used = _heads(value) & set().union(*map(_heads, names))
+        stated = not used if names else getattr(value, "is_number", False)
+        return value if stated and all(self.equal(value, other) for other in others) else None
 
-    def _same_number(self, gold: Any, found: Any) -> bool:
-        if gold == found:
+    def _same_number(self, gold: Any, answer: Any) -> bool:
+        if gold == answer:
             return True
-        if gold.has(sympy.oo) or found.has(sympy.oo):
+        if gold.has(sympy.oo) or answer.has(sympy.oo):
             return False
-        difference = gold - found
+        difference = gold - answer
         if difference.free_symbols:
             # Comparing the expanded expressions could take very long: (x + y + z)^50 has 1,326 terms.
-            return all(starmap(_are_close, _at_points((gold, found))))
-        for one, other in ((gold, found), (found, gold)):
-            last = self.decimals.get(abs(one))
+            return all(starmap(_are_close, _at_points((gold, answer))))
+        for decimal, other in ((gold, answer), (answer, gold)):
+            last = self.decimals.get(abs(decimal))
             if last is not None and abs(other) not in self.decimals:
                 return bool(sympy.N(sympy.Abs(difference), DIGITS) <= last / 2)
-        return not (gold.is_Rational and found.is_Rational) and _are_close(gold, found)
+        return not (gold.is_Rational and answer.is_Rational) and _are_close(gold, answer)
 
 
 def _heads(side: Any) -> set[str]:
@@ -130,16 +134,16 @@ def _heads(side: Any) -> set[str]:
     return {str(letter).partition("(")[0] for letter in side.free_symbols}
 
 
-def _are_close(one: Any, other: Any) -> bool:
+def _are_close(first: Any, second: Any) -> bool:
     """Returns whether two numbers agree to `DIGITS` digits."""
-    difference: Any = sympy.Abs(one - other)
+    difference: Any = sympy.Abs(first - second)
     if difference.is_Rational:
         return bool(difference == 0)
     try:
         difference = difference.evalf(DIGITS, strict=True)
     except PrecisionExhausted:  # the difference cannot be distinguished from 0
         return True
-    return bool(difference <= sympy.N(sympy.Abs(one), DIGITS) * sympy.Rational(1, 10**DIGITS))
+    return bool(difference <= sympy.N(sympy.Abs(first), DIGITS) * sympy.Rational(1, 10**DIGITS))
 
 
 def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
@@ -175,8 +179,8 @@ def _interval(relation: Relation) -> tuple[Any, Any]:
     if relation.signs == ("=",) and is_name(relation.sides[0]) and isinstance(relation.sides[1], Several):
         return relation.sides
     sides, signs = (-sympy.oo, *relation.sides, sympy.oo), ("<", *relation.signs, "<")
-    place = next((place for place, side in enumerate(sides) if is_name(side)), 0)
-    if not set(signs) <= {"<", "≤"} or (len(sides), place) not in ((4, 1), (4, 2), (5, 2)):
+    index = next((index for index, side in enumerate(sides) if is_name(side)), 0)
+    if not set(signs) <= {"<", "≤"} or (len(sides), index) not in ((4, 1), (4, 2), (5, 2)):
         return None, None
-    brackets = "(["[signs[place - 1] == "≤"], ")]"[signs[place] == "≤"]
-    return sides[place], Several(brackets[0], (sides[place - 1], sides[place + 1]), brackets[1])
+    brackets = "(["[signs[index - 1] == "≤"], ")]"[signs[index] == "≤"]
+    return sides[index], Several(brackets[0], (sides[index - 1], sides[index + 1]), brackets[1])

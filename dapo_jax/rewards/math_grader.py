@@ -46,15 +46,15 @@ def math_grader(response: str, answer: str) -> Verdict:
     extracted, wanted = text_form(stated), text_form(answer)
     if extracted and (extracted == wanted or (is_word(wanted) and extracted.lower() == wanted)):
         return Verdict(correct=True, extracted=extracted, reason=f"{where}: equal as text")
-    found, gold = read(stated), read(answer)
-    if found is not None and found.undone and not (gold is not None and gold.undone):
+    stated_value, gold = read(stated), read(answer)
+    if stated_value is not None and stated_value.undone and not (gold is not None and gold.undone):
         return Verdict(correct=False, extracted=extracted, reason=f"{where}: unevaluated arithmetic")
-    if found is None or gold is None:
-        which = "the answer" if found is None else f"the reference {answer!r}"
+    if stated_value is None or gold is None:
+        which = "the answer" if stated_value is None else f"the reference {answer!r}"
         reason = f"{where}: {which} cannot be parsed, and the answer's text differs from {answer!r}"
         return Verdict(correct=False, extracted=extracted, reason=reason)
     try:
-        correct = same_meaning(gold, found) and not differ_in_unit(stated, answer)
+        correct = same_meaning(gold, stated_value) and not differ_in_unit(stated, answer)
     except MemoryError:
         raise
     except (
@@ -78,8 +78,8 @@ def _statement(text: str) -> tuple[str | None, str]:
     text = text if answer is None else text[:answer] + re.sub("(?i)</answer>", "\n", text[answer:])
     line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
     # A box after the line of the last `Answer:` takes precedence, because it is the response's last statement.
-    boxed, found = _last_box(text[line_end + 1 :])
-    if found:
+    boxed, has_box = _last_box(text[line_end + 1 :])
+    if has_box:
         return boxed, r"in the last \boxed{}"
     if answer is not None:
         # Emphasis such as **Answer: 34** opens before `Answer:` and closes after the value, so the closing ** is stripped.

@@ -115,14 +115,14 @@ def text_form(text: str) -> str:
     >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)"), text_form("CBA")
     ('blue', '2516_8', '(3,4)', 'CBA')
     """
-    found = re.sub(r"\s+", " ", re.sub(_UPRIGHT, r" \2 ", _simplified(text))).strip()
-    found = re.sub(r"^(?:\$\$?|\\[(\[])\s*(.*?)\s*(?:\$\$?|\\[)\]])(?=[.,;]?$)", r"\1", found)
-    if not re.search(r"[+*/^_=<>|\\]", found):  # letters between operators are variables
-        found = re.sub(r"[A-Za-z]{2,}", lambda run: run[0].lower() if is_word(run[0]) else run[0], found)
+    text = re.sub(r"\s+", " ", re.sub(_UPRIGHT, r" \2 ", _simplified(text))).strip()
+    text = re.sub(r"^(?:\$\$?|\\[(\[])\s*(.*?)\s*(?:\$\$?|\\[)\]])(?=[.,;]?$)", r"\1", text)
+    if not re.search(r"[+*/^_=<>|\\]", text):  # letters between operators are variables
+        text = re.sub(r"[A-Za-z]{2,}", lambda run: run[0].lower() if is_word(run[0]) else run[0], text)
     # A space between digits or decimal points, or between a comma and three digits, separates two numbers.
-    found = re.sub(r" (?<![0-9.] (?=[0-9.]))(?<!, (?=[0-9]{3}(?![0-9])))", "", found)
-    found = re.sub(r"([_^])\{(\w)\}", r"\1\2", _END.sub("", found))
-    return re.sub(r"^\{([^{]*)\}$|^\(([A-Za-z]+)\)$", r"\1\2", found)
+    text = re.sub(r" (?<![0-9.] (?=[0-9.]))(?<!, (?=[0-9]{3}(?![0-9])))", "", text)
+    text = re.sub(r"([_^])\{(\w)\}", r"\1\2", _END.sub("", text))
+    return re.sub(r"^\{([^{]*)\}$|^\(([A-Za-z]+)\)$", r"\1\2", text)
 
 
 def is_word(text: str) -> bool:
@@ -163,8 +163,8 @@ def read(text: str) -> ReadAnswer | None:
     try:
         core, percent = _core(_simplified(text))
         reader = _FormulaParser(core)
-        found = reader.statement()
-        return ReadAnswer(found, percent, reader.decimals, reader.undone)
+        value = reader.statement()
+        return ReadAnswer(value, percent, reader.decimals, reader.undone)
     except (RecursionError, ArithmeticError, TypeError, ValueError):
         return None
 
@@ -185,7 +185,7 @@ def _core(text: str) -> tuple[str, bool]:
     text = re.sub(rf"(?<!\S)[A-Za-z]\s+(?={COPULA})", " ", text)  # a name, as in "the value of x is 5"
     pieces = [re.sub(r'^\s*(["`])(.*)\1\s*$', r"\2", piece) for piece in _PLACEHOLDERS.split(text)]
     pieces = [_END.sub("", piece.lstrip(" ,;:")) for piece in pieces]
-    where = [place for place in range(0, len(pieces), 2) if pieces[place]]
+    where = [index for index in range(0, len(pieces), 2) if pieces[index]]
     _require(len(where) == 1, "no mathematics, or several pieces")
     core, before, after = pieces[where[0]], pieces[: where[0]], pieces[where[0] + 1 :]
     _require(UNIT not in "".join(before).rpartition(COPULA)[2], "a unit before the number")
@@ -223,10 +223,10 @@ def _letters(match: re.Match[str], *, prose: bool) -> str:
         return rf"\{letters}"
     if letters in ("pi", "infinity", "infty"):
         return "π" if letters == "pi" else "∞"
-    found = placeholder(letters)
+    kind = placeholder(letters)
     joined = re.match(r"[0-9)}_^]", before) or re.match(r"[(\[{_^0-9]|\s*=", after)
-    if found and (prose or not joined or (found == UNIT and before not in tuple("_^}"))):
-        return found
+    if kind and (prose or not joined or (kind == UNIT and before not in tuple("_^}"))):
+        return kind
     if letters.isupper() and re.match(r"\s*[=≈]", after):
         return f"§_{{{letters}}}"
     variables = len(letters) <= 3 and letters.isalpha() and not letters.isupper() and not is_word(letters)
@@ -246,20 +246,20 @@ class _FormulaParser:
 
     def statement(self) -> Any:
         """Parses the whole text. If it contains a plus-minus sign, returns both values."""
-        found = self._all()
+        value = self._all()
         if not set("±∓") & set(self.text):
-            return found
+            return value
         self.at, self.plus_minus = 0, -1
         other = self._all()
-        if isinstance(found, Several) and found.opened in ("", r"\{"):
-            return Several(found.opened, found.items + other.items, found.closed)
-        return Several("", (found, other), "")
+        if isinstance(value, Several) and value.opened in ("", r"\{"):
+            return Several(value.opened, value.items + other.items, value.closed)
+        return Several("", (value, other), "")
 
     def _all(self) -> Any:
-        found = self._separated(self._relation, "[,;\2]")
+        items = self._separated(self._relation, "[,;\2]")
         _require(not self._take(r"\S"), f"at {self.text[self.at - 1 :]!r}")
-        closed = "or" if self.text.count("\2") == len(found) - 1 else ""
-        return found[0] if len(found) == 1 else Several("", tuple(found), closed)
+        closed = "or" if self.text.count("\2") == len(items) - 1 else ""
+        return items[0] if len(items) == 1 else Several("", tuple(items), closed)
 
     def _take(self, pattern: str) -> re.Match[str] | None:
         if match := _spaced(pattern).match(self.text, self.at):
@@ -270,10 +270,10 @@ class _FormulaParser:
         return _spaced(pattern).match(self.text, self.at) is not None
 
     def _separated(self, parse: Callable[[], Any], sign: str) -> list[Any]:
-        found = [parse()]
+        items = [parse()]
         while self._take(sign):
-            found.append(parse())
-        return found
+            items.append(parse())
+        return items
 
     def _relation(self) -> Any:
         undone, sides, signs, numbers, sign = self.undone, [], [], [], None
@@ -296,22 +296,22 @@ class _FormulaParser:
         return Relation(tuple(sides), tuple(signs)) if signs else sides[0]
 
     def _union(self) -> Any:
-        parts = self._separated(self._sum, UNION)
-        _require(len(parts) == 1 or all(isinstance(part, Several) for part in parts), "a union of numbers")
-        return parts[0] if len(parts) == 1 else Several(UNION, tuple(parts), "")
+        sets = self._separated(self._sum, UNION)
+        _require(len(sets) == 1 or all(isinstance(item, Several) for item in sets), "a union of numbers")
+        return sets[0] if len(sets) == 1 else Several(UNION, tuple(sets), "")
 
     def _sum(self) -> Any:
         if infinity := self._take(r"[-+]?\s*∞"):  # arithmetic with it has no exact value
             return -sympy.oo if "-" in infinity[0] else sympy.oo
-        found, numbers = None, 0
-        while found is None or self._sees("[-+±∓]"):
-            second = found is not None and self._sees(r"\+\s*-")  # the minus in 3 + -2
+        total, numbers = None, 0
+        while total is None or self._sees("[-+±∓]"):
+            second = total is not None and self._sees(r"\+\s*-")  # the minus in 3 + -2
             sign = self._sign() * (self._sign() if second else 1)
             term = self._product()
             numbers += isinstance(term, sympy.Rational)
             self.undone |= numbers > 1
-            found = term if found is None and sign == 1 else _number(found or 0) + sign * _number(term)
-        return found
+            total = term if total is None and sign == 1 else _number(total or 0) + sign * _number(term)
+        return total
 
     def _sign(self) -> int:
         sign = self._take("[-+±∓]")
@@ -319,38 +319,38 @@ class _FormulaParser:
 
     def _product(self) -> Any:
         self.divided, tens = False, self._sees(_POWER_OF_TEN)
-        found = self._factor()
-        over, under = [tens] * isinstance(found, sympy.Rational), 0
+        product = self._factor()
+        over, under = [tens] * isinstance(product, sympy.Rational), 0
         while True:
             # Two factors that are numbers are left to be worked out, except in 3*10^8.
             self.undone |= len(over) > 2 or (len(over) == 2 and sum(over) != 1) or under > 1
             tens = self._sees(rf"\*\s*{_POWER_OF_TEN}")
             sign = self._take(r"\*(?!\*)|/")
             if not (sign or self._sees(_FACTOR) or (not self.bars and self._sees(r"\|"))):
-                return found
+                return product
             _require(sign or not self.divided, "1/2x is ambiguous")
             factor = _number((self._sign() if sign else 1) * _number(self._factor()))
             self.divided = sign is not None and sign[0].strip() == "/"
             _require(not self.divided or factor != 0, "a division by zero")
-            letters = factor.free_symbols or _number(found).free_symbols
-            found = found / factor if self.divided else found * factor
-            _require(found != 0 or not letters, "0 times a variable, which may be a word")
+            letters = factor.free_symbols or _number(product).free_symbols
+            product = product / factor if self.divided else product * factor
+            _require(product != 0 or not letters, "0 times a variable, which may be a word")
             under += self.divided and factor.is_Rational
             over += [tens] if factor.is_Rational and not self.divided else []
 
     def _factor(self) -> Any:
-        found = self._base()
+        value = self._base()
         if self._take("!"):
-            found = _number(found)
-            evaluated = found.is_Symbol or (found.is_Integer and 0 <= found <= 1000)
+            value = _number(value)
+            evaluated = value.is_Symbol or (value.is_Integer and 0 <= value <= 1000)
             _require(evaluated and not self._sees("!"), "a factorial that is not evaluated")
-            found = sympy.factorial(found)
+            value = sympy.factorial(value)
         if self._take(r"\^|\*\*"):
-            found = _power(_number(found), _number(self._exponent()))
+            value = _power(_number(value), _number(self._exponent()))
         _require(not self._sees(r"\^|\*\*|!|_"), "a power of a power, or a number with a subscript")
         if not self._take("°" if self.angle else _DEGREES):
-            return found
-        return _number(found) * (sympy.pi / 180 if self.angle else 1)
+            return value
+        return _number(value) * (sympy.pi / 180 if self.angle else 1)
 
     def _exponent(self) -> Any:
         sign = self._sign()
@@ -384,10 +384,10 @@ class _FormulaParser:
             return _CONSTANTS[sign[0].strip()]
         if self._take(r"\|"):
             self.bars += 1
-            found = sympy.Abs(_number(self._sum()))
+            value = sympy.Abs(_number(self._sum()))
             self.bars -= 1
             _require(self._take(r"\|"), "an absolute value that is not closed")
-            return found
+            return value
         if opened := self._take(r"\(|\[|⟦|\\\{|\{|\\langle"):
             return self._bracket(opened[0].strip())
         return self._mixed()
@@ -403,9 +403,9 @@ class _FormulaParser:
         _require(closed, "a bracket that is not closed")
         if opened == "{" and len(items) > 1:
             return Several(r"\{", tuple(items), r"\}")
-        found = Several(opened, tuple(items), closed[0].strip() if closed else "")
-        single = found.opened + found.closed in ("()", "{}") or getattr(items[0], "opened", "") == "⟦"
-        return items[0] if single and len(items) == 1 else found
+        several = Several(opened, tuple(items), closed[0].strip() if closed else "")
+        single = several.opened + several.closed in ("()", "{}") or getattr(items[0], "opened", "") == "⟦"
+        return items[0] if single and len(items) == 1 else several
 
     def _function(self, name: str) -> Any:
         base, power = (), None
@@ -423,8 +423,8 @@ class _FormulaParser:
         while not bracketed and self._sees(rf"[A-Za-zπ]|\\(?:frac|sqrt|{_GREEK})(?![A-Za-z])"):
             argument *= _number(self._factor())
         self.angle -= 1
-        found = _number(_FUNCTIONS[name](argument, *base))
-        return found if power is None else _power(found, power)
+        value = _number(_FUNCTIONS[name](argument, *base))
+        return value if power is None else _power(value, power)
 
     def _letter(self, name: str) -> Any:
         if index := self._take(r"_\s*(?:\{([A-Za-z0-9+\-, ]*)\}|([A-Za-z0-9]))"):
@@ -439,36 +439,36 @@ class _FormulaParser:
 
     def _mixed(self) -> Any:
         start = self.at
-        found = self._numeral()
+        number = self._numeral()
         whole = self.text[start : self.at].strip().isdigit()
-        if not (whole and (part := self._take(_REST_OF_MIXED))):
-            return found
-        self.divided = "/" in part[0]
-        over, under = [int(group) for group in part.groups() if group]
-        _require(found and 0 < over < under, "neither a mixed number nor clearly a product")
-        return found + sympy.Rational(over, under)
+        if not (whole and (rest := self._take(_REST_OF_MIXED))):
+            return number
+        self.divided = "/" in rest[0]
+        over, under = [int(group) for group in rest.groups() if group]
+        _require(number and 0 < over < under, "neither a mixed number nor clearly a product")
+        return number + sympy.Rational(over, under)
 
     def _numeral(self) -> Any:
-        if part := self._take(_REPEATING.pattern):
-            whole, fixed, again = part[1] or "0", part[2], part[3] or part[4]
+        if match := self._take(_REPEATING.pattern):
+            whole, fixed, again = match[1] or "0", match[2], match[3] or match[4]
             nines = 10 ** len(again) - 1
             return sympy.Rational(int(whole + fixed) * nines + int(again), nines * 10 ** len(fixed))
         whole = rf"(?<!,){_DECIMAL_COMMA}|{numerals.GROUPED.pattern.replace('(?: [0-9]{3})+', '(?!)')}"
-        part = self._take(numerals.NUMERAL.pattern if self.depth else whole)
-        text = re.sub(rf"^{_DECIMAL_COMMA}$", r"\1.\2", part[0].strip() if part else "")
+        match = self._take(numerals.NUMERAL.pattern if self.depth else whole)
+        text = re.sub(rf"^{_DECIMAL_COMMA}$", r"\1.\2", match[0].strip() if match else "")
         _require(text, "no number")
-        found = sympy.Rational(*numerals.value(text).as_integer_ratio())
+        number = sympy.Rational(*numerals.value(text).as_integer_ratio())
         mantissa, _, exponent = text.lower().partition("e")
         whole, point, places = mantissa.partition(".")
         if point and len((whole + places).lstrip("0")) >= SIGNIFICANT:
-            self.decimals[found] = sympy.Rational(10) ** (int(exponent or 0) - len(places))
-        return found
+            self.decimals[number] = sympy.Rational(10) ** (int(exponent or 0) - len(places))
+        return number
 
 
 def is_name(side: Any) -> bool:
     """Returns whether a side of an equation is a name for the other side: one symbol, one call such as f(2), or a tuple of symbols."""
     sides = side.items if isinstance(side, Several) and side.opened == "(" else (side,)
-    return all(isinstance(one, sympy.Symbol) for one in sides)
+    return all(isinstance(symbol, sympy.Symbol) for symbol in sides)
 
 
 def _require(condition: object, problem: str) -> None:
@@ -476,10 +476,10 @@ def _require(condition: object, problem: str) -> None:
         raise ValueError(problem)
 
 
-def _number(found: Any) -> Any:
-    _require(isinstance(found, sympy.Expr | int), "arithmetic with lists or relations")
-    _require(isinstance(found, int) or not found.has(sympy.nan, sympy.zoo), "an undefined value")
-    return found
+def _number(value: Any) -> Any:
+    _require(isinstance(value, sympy.Expr | int), "arithmetic with lists or relations")
+    _require(isinstance(value, int) or not value.has(sympy.nan, sympy.zoo), "an undefined value")
+    return value
 
 
 def _power(base: Any, exponent: Any) -> Any:

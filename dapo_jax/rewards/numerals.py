@@ -67,10 +67,10 @@ _KINDS = {
 }
 
 
-def differ_in_unit(one: str, other: str) -> bool:
+def differ_in_unit(*texts: str) -> bool:
     """Returns whether two texts name different units of one kind, such as cm and m. A text may also name no unit."""
-    named = (map(_KINDS.get, re.findall(r"([A-Za-z]+?)s?\b(?!\s*=)", text)) for text in (one, other))
-    first, second = (dict(filter(None, found)) for found in named)
+    named = (map(_KINDS.get, re.findall(r"([A-Za-z]+?)s?\b(?!\s*=)", text)) for text in texts)
+    first, second = (dict(filter(None, units)) for units in named)
     return any(first[kind] != second[kind] for kind in first.keys() & second.keys())
 
 
