@@ -90,7 +90,9 @@ class Run:
         self.notes = list(self._notes(resumes))
         episodes = episodes_of(environment, config, self.policy.tokenizer)
         watch = watch or Watch(0.0, end=lambda status, why: None)
-        self.judges = [each.loaded.function for each in graders if isinstance(each.loaded.function, Judge)]
+        self.judges = [
+            function for grader in graders if isinstance(function := grader.loaded.function, Judge)
+        ]
         self.sampling = self._group_sampling(graders, episodes, stop or Stop(), watch)
         self.batches = self._step_batches(graders, advantages)
         self.updater = self._build_updater(objective)

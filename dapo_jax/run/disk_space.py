@@ -87,7 +87,7 @@ def room_for(places: Mapping[str, tuple[str, int]]) -> Room:
 def nearest(folder: AnyPath) -> Path:
     """Returns the folder if it exists, otherwise its nearest existing parent."""
     path = Path(folder).absolute()
-    return next(each for each in (path, *path.parents) if each.exists())
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def gib(size: int) -> str:

@@ -80,7 +80,7 @@ def training_prompts(
     sources = [_own_source(data, data.train_split)]
     if data.mixture and rows is None:
         sources = entries("data.mixture", data.mixture, SourceConfig)
-    given: list[GivenRows] = []
+    datasets: list[GivenRows] = []
     parts: list[Sequence[int]] = []
     notes: list[str] = []
     identity: list[Mapping[str, Any]] = []
@@ -102,12 +102,12 @@ def training_prompts(
                 f"{whose}: {dropped:,} of {len(loaded):,} prompts are longer than "
                 f"data.max_prompt_tokens={data.max_prompt_tokens} and are left out"
             )
-        parts.append((kept + sum(map(len, given))).tolist())
-        given.append(loaded)
+        parts.append((kept + sum(map(len, datasets))).tolist())
+        datasets.append(loaded)
         whole = hashlib.sha256(b"".join(digests[index] for index in kept)).hexdigest()
         identity.append({"source": source.title, "count": len(kept), "sha256": whole})
     source = PromptSource(
-        given[0] if len(given) == 1 else concatenated(given),
+        datasets[0] if len(datasets) == 1 else concatenated(datasets),
         tokenizer,
         seed=seed,
         max_prompt_tokens=data.max_prompt_tokens,
@@ -209,5 +209,5 @@ def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
 def _named(source: SourceConfig, *, given: bool = False) -> AbstractContextManager[None]:
     """Returns a context manager that converts errors to ConfigErrors, and adds the dataset's name or a note about rows from Python to the message."""
     split = f", split {source.split!r}" if source.split else ""
-    place = "the rows given from Python" if given else f"data.source={source.source!r}{split}"
-    return prefixed(place, RuntimeError)  # which is raised if a dataset cannot be stored
+    name = "the rows given from Python" if given else f"data.source={source.source!r}{split}"
+    return prefixed(name, RuntimeError)  # which is raised if a dataset cannot be stored

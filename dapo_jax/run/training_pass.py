@@ -190,8 +190,7 @@ class StepBatches:
             if named(config.loss.select).name == "low_covariance":
                 random = [np.random.default_rng((config.seed, step, g.prompt.ordinal)) for g in minibatch]
                 examples = [
-                    replace(one, noise=random[one.group].random(len(one.response), np.float32))
-                    for one in examples
+                    replace(e, noise=random[e.group].random(len(e.response), np.float32)) for e in examples
                 ]
             weights = example_weights(examples, aggregation=by, max_response_tokens=config.episode_tokens)
             rows = pack(

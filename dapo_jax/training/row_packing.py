@@ -91,8 +91,8 @@ def pack(
         for index, example in enumerate(examples)
     ]
     also = ["noise"] if any(example.noise is not None for example in examples) else []
-    tokens = (part for example in examples for part in (example.prompt, example.response))
-    shapes = {name: array.shape[1:] for part in tokens for name, array in part.arrays.items()}
+    records = (tokens for example in examples for tokens in (example.prompt, example.response))
+    shapes = {name: array.shape[1:] for tokens in records for name, array in tokens.arrays.items()}
     recorded = tuple((name, shape) for name, shape in shapes.items() if not VALUES[name].packed)
     lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
     microbatches = []
@@ -125,23 +125,23 @@ def _write_row(
         m.positions[start:stop] = np.arange(len(prompt))
         m.segment_ids[start:stop] = m.prefix_ids[start:stop] = segment
         m.previous[start + 1 : stop] = np.arange(start, head)
-        for one, weight in ((examples[i], float(weights[i])) for i in bundle):
-            count = len(one.response)
+        for example, weight in ((examples[i], float(weights[i])) for i in bundle):
+            count = len(example.response)
             segment += len(bundle) > 1
-            place, stop = slice(stop, stop + count), stop + count
-            _write_tokens(m, place, one.response)
-            m.positions[place] = len(prompt) + np.arange(count)
-            m.segment_ids[place], m.prefix_ids[place] = segment, prefix
-            m.previous[place] = [head, *range(place.start, stop - 1)][:count]
-            m.mask[place], m.advantages[place] = one.mask, one.advantage
-            if one.noise is not None:
-                m.noise[place] = one.noise
-            m.weights[place] = weight if one.sampled is None else weight * one.sampled
+            span, stop = slice(stop, stop + count), stop + count
+            _write_tokens(m, span, example.response)
+            m.positions[span] = len(prompt) + np.arange(count)
+            m.segment_ids[span], m.prefix_ids[span] = segment, prefix
+            m.previous[span] = [head, *range(span.start, stop - 1)][:count]
+            m.mask[span], m.advantages[span] = example.mask, example.advantage
+            if example.noise is not None:
+                m.noise[span] = example.noise
+            m.weights[span] = weight if example.sampled is None else weight * example.sampled
 
 
-def _write_tokens(m: Microbatch, place: slice, tokens: Tokens) -> None:
+def _write_tokens(m: Microbatch, span: slice, tokens: Tokens) -> None:
     for name, values in tokens.arrays.items():
-        m.arrays[VALUES[name].packed or name][place] = values
+        m.arrays[VALUES[name].packed or name][span] = values
 
 
 def distribute_pieces(
@@ -179,22 +179,22 @@ def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[Pack
 def balanced_microbatches(
     rows: Sequence[PackedRow], *, rows_per_microbatch: int, spread: int
 ) -> list[list[PackedRow]]:
-    """Splits rows into microbatches, so that the rows in a microbatch have similar attention costs, and its `spread` parts have similar total costs.
+    """Splits rows into microbatches, so that the rows in a microbatch have similar attention costs, and its `spread` device groups have similar total costs.
 
-    Rows are sorted by attention cost and split into microbatches. Within a microbatch, `spread` rows at a time are assigned to the parts, one row to
-    each part. The most expensive of these rows goes to the part with the lowest cost so far.
+    Rows are sorted by attention cost and split into microbatches. Within a microbatch, `spread` rows at a time are assigned to the device groups, one row
+    to each group. The most expensive of these rows goes to the group with the lowest cost so far.
     """
     ordered = sorted(rows, key=attention_pairs, reverse=True)
     out: list[list[PackedRow]] = []
     for start in range(0, len(ordered), rows_per_microbatch):
-        parts: list[list[PackedRow]] = [[] for _ in range(spread)]
+        groups: list[list[PackedRow]] = [[] for _ in range(spread)]
         pairs = [0] * spread
         for first in range(start, start + rows_per_microbatch, spread):
             least_first = sorted(range(spread), key=pairs.__getitem__)
-            for part, row in zip(least_first, ordered[first : first + spread], strict=True):
-                parts[part].append(row)
-                pairs[part] += attention_pairs(row)
-        out.append([row for part in parts for row in part])
+            for group, row in zip(least_first, ordered[first : first + spread], strict=True):
+                groups[group].append(row)
+                pairs[group] += attention_pairs(row)
+        out.append([row for group in groups for row in group])
     return out
 
 
@@ -277,15 +277,15 @@ def _bundle_by_prompt(pieces: Sequence[Piece], room: int, *, least: int) -> list
         while rest:
             sizes = [piece.response_tokens for piece in rest]
             chosen = _largest_sum(sizes, room - rest[0].prompt_tokens) or [0]
-            parts = [rest[i] for i in chosen]
+            joined = [rest[i] for i in chosen]
             rest = [piece for i, piece in enumerate(rest) if i not in chosen]
             bundle = Piece(
-                rollouts=tuple(index for part in parts for index in part.rollouts),
-                responses=tuple(tokens for part in parts for tokens in part.responses),
-                prompt=parts[0].prompt,
-                prompt_tokens=parts[0].prompt_tokens,
+                rollouts=tuple(index for piece in joined for index in piece.rollouts),
+                responses=tuple(tokens for piece in joined for tokens in piece.responses),
+                prompt=joined[0].prompt,
+                prompt_tokens=joined[0].prompt_tokens,
             )
-            bundles += [bundle] if bundle.tokens >= least else parts
+            bundles += [bundle] if bundle.tokens >= least else joined
     return bundles
 
 

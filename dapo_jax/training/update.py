@@ -522,7 +522,7 @@ def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any, tuple[Array, ...]]
 
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
     """Concatenates the values of all stacks, for each metric."""
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *measured)
+    return jax.tree.map(lambda *values: jnp.concatenate(values), *measured)
 
 
 def mismatch_metrics(
