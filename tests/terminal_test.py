@@ -91,12 +91,9 @@ def test_streams_of_a_notebook_or_test_are_unchanged(capsys):
     assert capsys.readouterr().out == "here\n"
 
 
-@pytest.mark.parametrize(
-    "words", [("config", "configs/quickstart.yaml"), ("--help",)], ids=lambda words: words[0]
-)
-def test_a_command_whose_reader_exits_ends_without_an_error(words):
+def test_a_command_whose_reader_exits_ends_without_an_error():
     """As with `| head`; all commands have the same entry."""
-    command = [sys.executable, "-m", "dapo_jax.cli", *words]
+    command = [sys.executable, "-m", "dapo_jax.cli", "config", "configs/quickstart.yaml"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     _, errors = process.communicate(timeout=60)

@@ -116,10 +116,6 @@ class Shown:
         tokens = self.all(".response:first-of-type .tokens .token")
         return [each.get_attribute("class").split()[1] for each in tokens]
 
-    def settings(self):
-        """Returns the keys in the shown configurations."""
-        return [text.replace("\n", "") for text in self.texts(".keys tbody th")]
-
     def status(self):
         return self.one(".status").text
 

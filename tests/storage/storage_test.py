@@ -196,12 +196,6 @@ def test_objects_of_another_client_are_seen_at_once(bucket):
     assert (folder / "b").read_bytes() == b"y"
 
 
-def test_access_is_tried_and_leaves_nothing(bucket):
-    check_access(path_of("gs://bucket/run"), write=True)
-    assert bucket.files("gs://bucket") == {}
-    check_access(Path("/nowhere"), write=True)  # a local folder is made when something is written there
-
-
 @pytest.mark.parametrize(
     ("permission", "deed"),
     [
@@ -220,10 +214,15 @@ def test_a_missing_permission_is_named_with_its_role(bucket, permission, deed):
 
 
 def test_reading_needs_fewer_permissions_and_a_missing_bucket_is_named(bucket):
+    """All operations are tried, and nothing is left."""
+    folder = path_of("gs://bucket/run")
+    check_access(folder, write=True)
+    assert bucket.files("gs://bucket") == {}
+    check_access(Path("/nowhere"), write=True)  # a local folder is made when something is written there
     bucket.granted = {"storage.buckets.get", "storage.objects.list", "storage.objects.get"}
-    check_access(path_of("gs://bucket/run"), write=False)
+    check_access(folder, write=False)
     bucket.granted = {"storage.buckets.get"}
     with pytest.raises(ValueError, match=r"listing .*roles/storage\.objectViewer"):
-        check_access(path_of("gs://bucket/run"), write=False)
+        check_access(folder, write=False)
     with pytest.raises(ValueError, match="getting the metadata of bucket 'no-such-bucket' failed: 404"):
         check_access(path_of("gs://no-such-bucket/run"), write=True)

@@ -40,16 +40,18 @@ def test_the_scripted_engine_is_an_engine():
     assert isinstance(scripted([[1]]), Engine)
 
 
-def test_slots_follow_their_script_to_the_end_token_or_the_limit():
+def test_slots_follow_their_script_to_the_end_token_or_the_limit_and_states_are_values():
     engine = scripted([[7, 8, 1, 9], [5, 6, 7, 8, 9, 9]])
-    state, first = engine.generate({}, started(engine, [10, 5], slots=[2, 0]), decoding())
-    assert valid_tokens(first) == [[5, 6, 7, 8], [], [7, 8, 1]]
+    state = started(engine, [10, 5], slots=[2, 0])
+    for _ in range(2):
+        later, first = engine.generate({}, state, decoding())
+        assert valid_tokens(first) == [[5, 6, 7, 8], [], [7, 8, 1]]
     assert first.live.tolist() == [True, False, False]
     assert first.logprobs[2].tolist() == [-7.0, -8.0, -1.0, 0.0]
-    state, second = engine.generate({}, state, decoding())
+    _, second = engine.generate({}, later, decoding())
     assert valid_tokens(second) == [[9], [], []]
     assert not second.live.any()
-    assert engine.live_slots == [2, 2, 2, 1, 1]
+    assert engine.live_slots == [2, 2, 2, 1, 2, 2, 2, 1, 1]
 
 
 def test_generate_returns_early_when_too_few_live_but_always_takes_a_step():
@@ -60,14 +62,6 @@ def test_generate_returns_early_when_too_few_live_but_always_takes_a_step():
     assert [len(row) for row in valid_tokens(result)] == [0, 1, 1]
 
 
-def test_states_are_values():
-    engine = scripted([[7, 8, 9, 1]], steps=2)
-    state = started(engine, [9])
-    _, first = engine.generate({}, state, decoding())
-    _, again = engine.generate({}, state, decoding())
-    assert valid_tokens(first) == valid_tokens(again) == [[7, 8], [], []]
-
-
 def test_a_released_slot_is_free():
     engine = scripted([[7, 8, 9, 1], [5, 6, 1]], steps=2)
     state = engine.release(started(engine, [9, 9]), [1])
@@ -76,17 +70,21 @@ def test_a_released_slot_is_free():
     assert engine.released == [1]
 
 
-def test_a_script_that_runs_out_is_refused():
-    with pytest.raises(
-        ValueError,
-        match=r"response 0 to prompt 0 has 2 tokens, but none of the end tokens \(1,\); .* limit of 5",
-    ):
-        started(scripted([[7, 8]]), [5])
-
-
-def test_a_response_that_outgrows_its_slot_is_refused():
-    with pytest.raises(ValueError, match=r"7 tokens .* 17 tokens exceed capacity=16"):
-        started(scripted([[1]]), [10], length=7)
+@pytest.mark.parametrize(
+    ("script", "limit", "length", "message"),
+    [
+        (
+            [7, 8],
+            5,
+            2,
+            r"response 0 to prompt 0 has 2 tokens, but none of the end tokens \(1,\); .* limit of 5",
+        ),
+        ([1], 10, 7, r"7 tokens .* 17 tokens exceed capacity=16"),
+    ],
+)
+def test_a_script_that_runs_out_or_outgrows_its_slot_is_refused(script, limit, length, message):
+    with pytest.raises(ValueError, match=message):
+        started(scripted([script]), [limit], length=length)
 
 
 def test_tiny_parameters_have_nothing_at_its_start_value():
