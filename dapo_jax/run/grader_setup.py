@@ -135,11 +135,7 @@ def part_weights(graders: Sequence[ConfiguredGrader]) -> dict[str, float]:
 
 
 def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> list[ConfiguredGrader]:
-    """Loads the configured graders, or `reward` instead, without starting them.
-
-    Raises:
-        ConfigError: a grader cannot be loaded, or its weight is missing.
-    """
+    """Loads the configured graders, or `reward` instead, without starting them. Raises ConfigError if a grader cannot be loaded, or its weight is missing."""
 
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
         with prefixed(key):

@@ -26,11 +26,7 @@ def compilation_cache() -> str:
 
 
 def use_compilation_cache() -> None:
-    """Makes JAX store compiled programs in `compilation_cache()`.
-
-    Raises:
-        ConfigError: the folder is in a bucket and cannot be written to.
-    """
+    """Makes JAX store compiled programs in `compilation_cache()`. Raises ConfigError if the folder is in a bucket and cannot be written to."""
     if not (folder := compilation_cache()):
         return
     # Write access to a local folder is not checked, because JAX warns if writing fails.
