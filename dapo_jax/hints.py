@@ -20,15 +20,15 @@ def nearest(word: str, known: Iterable[str], *, count: int = 1, least: float = 0
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Returns a hint for a message: the known names that are most similar to `name`, or all known names."""
-    near = " or ".join(map(repr, nearest(name, known, count=3)))
-    return f"did you mean {near}?" if near else f"there are {', '.join(sorted(known))}"
+    similar = " or ".join(map(repr, nearest(name, known, count=3)))
+    return f"did you mean {similar}?" if similar else f"there are {', '.join(sorted(known))}"
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raises a ValueError that suggests the nearest choice if `value` is not one of them."""
     if value not in choices:
-        near = nearest(value, choices, least=0.0)[0]
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}; did you mean {near!r}?")
+        similar = nearest(value, choices, least=0.0)[0]
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}; did you mean {similar!r}?")
 
 
 @contextmanager

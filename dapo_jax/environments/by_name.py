@@ -68,8 +68,8 @@ def load_environment(source: str) -> Environment:
     try:
         make = ENVIRONMENTS.get(source) or load_function(source)
     except ValueError as error:
-        near = nearest(kind, ADAPTERS, least=0.7)
-        raise ValueError(f"{error}; did you mean {near[0]}:...?" if near else str(error)) from error
+        similar = nearest(kind, ADAPTERS, least=0.7)
+        raise ValueError(f"{error}; did you mean {similar[0]}:...?" if similar else str(error)) from error
     environment = loading(source, "creating the environment", make, "; it is called without arguments")
     if not callable(getattr(environment, "episode", None)):
         raise ValueError(

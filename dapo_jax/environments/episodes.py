@@ -170,12 +170,12 @@ class Episodes(AbstractContextManager["Episodes"]):
         """Sends a turn to the episode. The returned future resolves to the tokens to insert before the next turn, or to None if the episode has ended."""
         opened = self._open[prompt.ordinal, index]
         standing = opened.standing
-        given = self._turn(turn, len(standing.rewards))
+        policy_turn = self._turn(turn, len(standing.rewards))
         standing.rewards = (*standing.rewards, 0.0)
 
         async def answer() -> Continuation | None:
             await self._catch_up(opened)
-            answered = await self._called(opened.episode.step, given)
+            answered = await self._called(opened.episode.step, policy_turn)
             step = checked_step(answered)
             standing.rewards = (*standing.rewards[:-1], step.reward)
             standing.metrics = {**standing.metrics, **step.metrics}

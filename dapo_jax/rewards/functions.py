@@ -279,8 +279,8 @@ def load_function(spec: str) -> Callable[..., Any]:
         module = loading(spec, f"the module {source!r}", lambda: importlib.import_module(source), remedy)
     function = loading(spec, source, lambda: getattr(module, name, _ABSENT))
     if function is _ABSENT:
-        near = nearest(name, [known for known in vars(module) if known[0] != "_"])
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        similar = nearest(name, [known for known in vars(module) if known[0] != "_"])
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise ValueError(f"{spec}: {source} has no {name!r}{hint}")
     if not callable(function):
         raise ValueError(f"{spec}: {name!r} is of type {type(function).__name__}, which cannot be called")

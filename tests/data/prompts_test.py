@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import grain
 import numpy as np
 import pytest
 
@@ -116,18 +115,6 @@ def test_the_order_depends_on_the_seed_alone():
     first, same, other = (row_order([range(COUNT)], seed=seed, shuffle=True) for seed in (3, 3, 4))
     assert [first[place] for place in range(COUNT)] == [same[place] for place in range(COUNT)]
     assert [first[place] for place in range(COUNT)] != [other[place] for place in range(COUNT)]
-
-
-def test_the_order_is_that_of_grains_resumed_iterator():
-    """One integer is the whole state: Grain's iterator, stopped and restored, continues at the next place."""
-    row_at = row_order([range(COUNT)], seed=5, shuffle=True)
-    dataset = grain.MapDataset.source(list(range(COUNT))).seed(5).shuffle().repeat().to_iter_dataset()
-
-    stopped, resumed = iter(dataset), iter(dataset)
-    before = [next(stopped) for _ in range(COUNT + 7)]
-    resumed.set_state(stopped.get_state())
-    after = [next(resumed) for _ in range(COUNT)]
-    assert before + after == [row_at[place] for place in range(2 * COUNT + 7)]
 
 
 def test_a_mixture_samples_by_weight_and_each_part_has_its_own_epochs():

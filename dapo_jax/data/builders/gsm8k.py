@@ -18,8 +18,8 @@ class Builder(FileBuilder):
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the question, the answer and the solution of a row, see `FileBuilder.example`."""
-        worked = str(field_of(fields, "answer"))
-        _, found, answer = worked.rpartition(MARK)
-        if not found or not answer.strip():
-            raise ValueError(f"'answer' has no text after {MARK!r}; it ends with {worked[-40:]!r}")
-        return {"prompt": field_of(fields, "question"), "answer": answer.strip(), "response": worked}
+        solution = str(field_of(fields, "answer"))
+        _, mark, answer = solution.rpartition(MARK)
+        if not mark or not answer.strip():
+            raise ValueError(f"'answer' has no text after {MARK!r}; it ends with {solution[-40:]!r}")
+        return {"prompt": field_of(fields, "question"), "answer": answer.strip(), "response": solution}
