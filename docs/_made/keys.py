@@ -57,7 +57,7 @@ class Key:
     def needs(self) -> str:
         """What the value must be, beyond its type."""
         if self.rules.choices:
-            return "One of " + ", ".join(f"`{choice}`" for choice in self.rules.choices) + "."
+            return "One of " + ", ".join(f"`{written(choice)}`" for choice in self.rules.choices) + "."
         is_number = self.kind.startswith(("integer", "number"))
         return f"Must be {self.rules.range.needs}." if self.rules.range and is_number else ""
 
