@@ -30,6 +30,7 @@ READERS_OWN = ("dapo-math-17k.parquet", "aime-2024.parquet")
 NOT_HERE = {
     "git": "it clones this repository from the reader's address",
     "cd": "a command of the shell, to enter the clone",
+    "export": "a command of the shell, to set a variable for the commands that follow",
     "gcloud": "Google's client, which asks a service",
     "vf-eval": "verifiers' command; tests/serving/http_verifiers_test.py runs it if it is installed",
     "lm_eval": "lm-eval's command; tests/serving/http_server_test.py reads an answer as lm-eval does",
