@@ -67,7 +67,8 @@ class Resident:
     decode_state: int = 0
     """The KV cache and the logits of all slots."""
     paused: int = 0
-    """Logits and states of fixed size of all responses in flight; 0 unless more responses are in flight than there are slots."""
+    """Logits and states of fixed size of responses outside the slots: of all responses in flight if there are fewer slots, and the states of episodes that wait for an
+    environment."""
 
 
 @dataclass(frozen=True, kw_only=True)

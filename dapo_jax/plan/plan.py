@@ -163,7 +163,7 @@ def plan(
         counted = "all offloaded moments are on the device during an update"
         on_device = config.optimizer.offload and bool(topology.chip.target)
         notes = (*resized, *topology.notes, *[counted] * on_device)
-    work = workload_of(config, assumed or Assumptions(), decoder=decoder)
+    work = workload_of(config, assumed or Assumptions())
     work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.
     placed = replaced(config, {"optimizer.offload": False}) if isinstance(devices[0], Absent) else config

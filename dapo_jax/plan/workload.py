@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapo_jax.config import ConfigError, TrainConfig
-from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.training.minibatch import stack_capacity
 
@@ -103,10 +102,8 @@ class Workload:
         return (self.sequence**2 + self.response_std**2 + self.sequence) / 2
 
 
-def workload_of(
-    config: TrainConfig, assumed: Assumptions, *, decoder: DecoderConfig | None = None
-) -> Workload:
-    """Returns the work of one step with this configuration. Without a `decoder`, the states of all its layers are in pages.
+def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
+    """Returns the work of one step with this configuration.
 
     Raises:
         ConfigError: an assumed length exceeds the configured limit, or dynamic sampling would need too many waves.
@@ -117,7 +114,7 @@ def workload_of(
     prompt = _length("--prompt-tokens", assumed.prompt_tokens, "data.max_prompt_tokens", prompt_limit, notes)
     prompts, waves = _sampled(config, assumed.informative, notes)
     again = prompts * batch.group_size * (prompt + mean / 2)
-    reprefills = _reprefills(config, assumed.turns, again, notes, parks=not (decoder and decoder.fixed))
+    reprefills = _reprefills(config, assumed.turns, again, notes)
     kept = batch.kept or batch.group_size
     per_update, rows = batch.groups_per_update * kept, batch.rows_per_microbatch
     packed = math.ceil(per_update * (prompt + mean) / config.row_tokens)
@@ -141,9 +138,7 @@ def workload_of(
     )
 
 
-def _reprefills(
-    config: TrainConfig, turns: int | float | None, again: float, notes: list[str], *, parks: bool
-) -> float:
+def _reprefills(config: TrainConfig, turns: int | float | None, again: float, notes: list[str]) -> float:
     """Returns the number of re-prefills per episode. If all episodes of a step are re-prefilled once, these are `again` tokens."""
     most = config.environment.max_turns
     if not config.environment.source:
@@ -155,14 +150,11 @@ def _reprefills(
     count = most if turns is None else turns
     default = f" (--turns was not given: environment.max_turns = {most})" if turns is None else ""
     tokens = f"{(count - 1) * again:,.0f} tokens per step"
-    cause = (
-        "sampling.batch_invariant" if config.sampling.batch_invariant else "a model with states of fixed size"
-    )
-    kept = not config.sampling.batch_invariant and parks
+    kept = not config.sampling.batch_invariant
     notes.append(
         f"{count:g} turns per episode{default}; "
         + (f"the KV cache is kept between turns; re-prefilling all episodes would add {tokens}" if kept
-           else f"{cause} re-prefills the episode before each turn except the first, {tokens}")
+           else f"sampling.batch_invariant re-prefills the episode before each turn except the first, {tokens}")
     )  # fmt: skip
     notes.append("all tokens of an episode are counted as sampled; the environment's own time is not counted")
     return 0.0 if kept else float(count - 1)

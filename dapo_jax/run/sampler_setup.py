@@ -182,8 +182,10 @@ def room_for_cache(
     room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, spec.slots // spread)
     state = -(-decoder.state_bytes // mesh.shape["tensor"])
     room -= spec.slots // spread * state
-    if spec.in_flight > spec.slots:  # there is room for the logits and the state of each paused response
-        room -= spec.in_flight * decoder.vocab_rows * 4 + -(-spec.in_flight // spread) * state
+    # There is room for the logits and the state of each paused response, and for the state of each episode between two turns.
+    waiting = spec.in_flight if spec.in_flight > spec.slots else 0
+    room -= waiting * decoder.vocab_rows * 4
+    room -= -(-max(waiting, 2 * spec.slots * spec.parks) // spread) * state
     # Up to two prefills are in memory, because responses of one prefill may still wait for slots when the next prefill begins.
     rows = 2 * prefix_bytes(decoder, shape, token_bytes=each, state_bytes=state)
     # During chunked prefill, keys and values of the context are stored both in the compute dtype and in the dtype of the cache.

@@ -200,7 +200,9 @@ class DecodeLoop:
             if prefix is _PAUSED:
                 prefix = self._paused
             elif prefix is PARKED:
-                prefix = self._engine.parked([request.length - len(request.fed) for request in requests])
+                lengths = [request.length - len(request.fed) for request in requests]
+                held = self._paused if self._engine.parks_states else None
+                prefix = self._engine.parked(lengths, held, [request.row or 0 for request in requests])
                 for place, request in enumerate(requests):
                     request.place = place
             insertion = Insertion(
@@ -231,7 +233,7 @@ class DecodeLoop:
         """Appends new tokens to the requests that own the slots, and frees the slots of responses that ended."""
         slots, result = self.slots, jax.device_get(result)
         sampled, processed = (values_of(result, processed=is_processed) for is_processed in (False, True))
-        live, counts, ended = result.live, result.valid.sum(axis=1), Ended()
+        live, counts, ended, parked = result.live, result.valid.sum(axis=1), Ended(), {}
         for slot, request in enumerate(slots.owners):
             if request is None or not (processed or counts[slot]):
                 continue
@@ -247,11 +249,18 @@ class DecodeLoop:
             cut = stop(request.record.ids[begun:], seen - begun) if stop else None
             if live[slot] and cut is None:
                 continue
-            (slots.park if self._park else slots.end)(slot, live=bool(live[slot]))
+            # A state cannot be cut, unlike the tokens in pages.
+            if self._park and not (self._engine.parks_states and cut is not None):
+                slots.park(slot, live=bool(live[slot]))
+                parked[slot] = request.row
+            else:
+                slots.end(slot, live=bool(live[slot]))
             # Whether the last token was processed depends on other slots. If the episode continues, the token is processed again.
             request.record.end(request.drawn if cut is None else begun + cut)
             stopped = cut is not None or int(request.record.ids[-1]) in self._engine.stop_ids
             ended.append((request, "stop" if stopped else "length"))
+        if parked and self._engine.parks_states:
+            self._paused = self._engine.paused(self._state, self._paused, list(parked), list(parked.values()))
         return ended
 
     def _put_aside(self) -> None:

@@ -96,14 +96,13 @@ class DecoderEngine:
         self._config, self._dtype, self._cache_dtype = config, spec.compute_dtype, spec.stored_dtype
         # On a GPU, a call always runs all steps: the host would have to read each data-dependent condition, and a branch would copy the cache.
         self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
-        # Pages can stay outside the slots, but states of fixed size cannot, so models with such states re-prefill episodes between turns.
-        parks = spec.has_turns and not spec.batch_invariant and not config.fixed
-        holders = max(spec.slots * (1 + parks), -(-spec.in_flight // spread) * spread)
+        holders = max(spec.slots * (1 + spec.parks), -(-spec.in_flight // spread) * spread)
+        self.parks_states: bool = spec.parks and bool(config.fixed)
         experts = config.experts if spec.records_routes else None
         self._routes = None if experts is None else (config.layers, experts.chosen)
         self._takes_turns = spec.in_flight > spec.slots
         self._reads_again = spec.in_flight > 0 or spec.has_turns
-        self.feed_tokens: int = FEED_TOKENS if parks else 0
+        self.feed_tokens: int = FEED_TOKENS if spec.parks else 0
         kind = spec.cache_kind(mesh)
         self.token_bytes: dict[int, int] = token_bytes(config, mesh, dtype=spec.stored_dtype, kind=kind)
         """Size in bytes, per device, of one token in the KV cache of the layers with each table, with the heads sharded over the devices."""
@@ -166,6 +165,7 @@ class DecoderEngine:
         self._insert = jax.jit(self._insert_program, donate_argnums=1, out_shardings=state)
         held = (whole, whole, states)
         self._none_paused = jax.jit(self._none_paused_program, out_shardings=held)
+        self._parked = jax.jit(self._parked_program, out_shardings=states)
         self._paused = jax.jit(self._paused_program, donate_argnums=0, out_shardings=held)
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         generate = partial(jax.jit, self._generate_program, donate_argnums=1, out_shardings=(state, whole))
@@ -217,10 +217,14 @@ class DecoderEngine:
     def paused(
         self, state: DecodeState, prefix: Prefix | None, slots: Sequence[int], rows: Sequence[int]
     ) -> Prefix:
-        held = self._none_paused() if prefix is None else (prefix.logits, prefix.lengths, prefix.states)
+        held = self._none_paused() if prefix is None else self._waiting(prefix)
         places = self._padded(np.array([slots, rows], np.int32)), np.int32(len(slots))
-        held = self._paused(held, (state.logits, state.lengths, state.states), *places)
+        held = self._paused(held, self._waiting(state), *places)
         return self._of_paused(held, np.zeros(self.page_sizes.holders, np.int32))
+
+    def _waiting(self, source: DecodeState | Prefix) -> tuple[Any, ...]:
+        """Returns the arrays that `paused` copies. Parked responses need no logits."""
+        return source.logits if self._takes_turns else (), source.lengths, source.states
 
     def _of_paused(self, held: tuple[Any, ...], zeros: Any) -> Prefix:
         logits, lengths, states = held
@@ -228,13 +232,16 @@ class DecoderEngine:
 
     @property
     def paused_structs(self) -> tuple[Any, ...]:
-        """The shapes of the arrays for paused responses, or () if each response has a slot."""
-        return self._none_paused.eval_shape() if self._takes_turns else ()
+        """The shapes of the arrays for paused and parked responses, or () if each of their responses has a slot or only pages."""
+        return self._none_paused.eval_shape() if self._takes_turns or self.parks_states else ()
 
-    def parked(self, lengths: Sequence[int]) -> Prefix:
+    def parked(self, lengths: Sequence[int], prefix: Prefix | None, rows: Sequence[int]) -> Prefix:
         """Implements `Engine.parked`. The logits are placeholders, because feeding tokens computes new logits."""
         zeros, held = np.zeros(self.slots, np.int32), self._padded(np.array(lengths))
-        return Prefix(layers=(), logits=self._no_logits, rows=zeros, starts=zeros, lengths=held)
+        states = () if prefix is None else self._parked(prefix.states, self._padded(np.array(rows)))
+        return Prefix(
+            layers=(), logits=self._no_logits, rows=zeros, starts=zeros, lengths=held, states=states
+        )
 
     @cached_property
     def _no_logits(self) -> Array:
@@ -274,16 +281,20 @@ class DecoderEngine:
             "release": partial(self._release.lower, state, column, number),
             **programs,
         }
+        if held := self.paused_structs:
+            places = jax.ShapeDtypeStruct((2, slots), jnp.int32)
+            made["none_paused"] = self._none_paused.lower
+            made["paused"] = partial(self._paused.lower, held, self._waiting(state), places, number)
         if self._takes_turns:
-            held, places = self.paused_structs, jax.ShapeDtypeStruct((2, slots), jnp.int32)
             all_rows = jax.ShapeDtypeStruct((self.page_sizes.holders,), jnp.int32)
             prefixes["paused"] = self._of_paused(held, all_rows)
-            pausing = state.logits, state.lengths, state.states
-            made["none_paused"] = self._none_paused.lower
-            made["paused"] = partial(self._paused.lower, held, pausing, places, number)
         if self.feed_tokens:
             one = jax.ShapeDtypeStruct((1, *state.logits.shape[1:]), state.logits.dtype, sharding=self._whole)
-            prefixes["parked"] = Prefix(layers=(), logits=one, rows=column, starts=column, lengths=column)
+            prefix = Prefix(layers=(), logits=one, rows=column, starts=column, lengths=column)
+            if self.parks_states:
+                made["parked"] = partial(self._parked.lower, held[2], column)
+                prefix = replace(prefix, states=self._parked.eval_shape(held[2], column))
+            prefixes["parked"] = prefix
         fed = jax.ShapeDtypeStruct((self.slots, self.feed_tokens), jnp.int32)
         feeding = (fed, column) if self.feed_tokens else ()
         for name, prefix in prefixes.items():
@@ -378,7 +389,11 @@ class DecoderEngine:
     def _none_paused_program(self) -> tuple[Any, ...]:
         config, rows = self._config, self.page_sizes.holders
         states = tuple(state.empty(rows, self._dtype) for state in config.fixed)
-        return jnp.zeros((rows, config.vocab_rows), jnp.float32), jnp.zeros(rows, jnp.int32), states
+        logits = jnp.zeros((rows, config.vocab_rows), jnp.float32) if self._takes_turns else ()
+        return logits, jnp.zeros(rows, jnp.int32), states
+
+    def _parked_program(self, states: tuple[Any, ...], rows: Int[Array, " slots"]) -> tuple[Any, ...]:
+        return jax.tree.map(lambda held: held[rows], states)
 
     def _paused_program(
         self, held: tuple[Any, ...], state: tuple[Any, ...], places: Int[Array, "2 slots"], count: Array
@@ -515,7 +530,9 @@ class DecoderEngine:
             generated = state.generated + taken
         live = state.live & ~stopped & (generated < state.limits)
         # The forward pass is skipped once all responses have ended. If a slot only pauses, it still needs logits for its next token.
-        given = call.params, state, call.rope, call.tables, drawing, tokens
+        # The last token of a turn is fed before the next turn, so the state of a parked response must not contain it.
+        processing = drawing & live if self.parks_states else drawing
+        given = call.params, state, call.rope, call.tables, processing, tokens
         if self._fixed_steps:
             state, routes = self._forward(*given)
         else:

@@ -66,6 +66,11 @@ class EngineSpec:
         longest = {"longest": self.capacity, "capacity": self.capacity, "alone": self.batch_invariant}
         return self.prefill or prefill_shape(**longest, prompts=_ROWS, tokens=_TOKENS)
 
+    @property
+    def parks(self) -> bool:
+        """Whether episodes keep their pages and states outside the slots between two turns."""
+        return self.has_turns and not self.batch_invariant
+
     def cache_kind(self, mesh: Mesh) -> Kind:
         """Returns the kind of cache on a mesh."""
         leaves_slots = self.in_flight > 0 or self.batch_invariant or self.has_turns

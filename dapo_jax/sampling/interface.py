@@ -64,6 +64,9 @@ class Engine(Protocol):
     feed_tokens: int
     """Maximum number of tokens to feed to a response that kept its pages and gets a slot again. If 0, such a response is re-prefilled instead."""
 
+    parks_states: bool
+    """Whether a response that keeps its pages outside the slots also needs its recurrent states, which `paused` copies."""
+
     def init_decode_state(self) -> PyTree:
         """Returns a state in which every slot is free."""
         ...
@@ -109,9 +112,9 @@ class Engine(Protocol):
         `prefix` is the result of the previous call, which must not be used afterwards, or None in the first call."""
         ...
 
-    def parked(self, lengths: Sequence[int]) -> PyTree:
+    def parked(self, lengths: Sequence[int], prefix: PyTree | None, rows: Sequence[int]) -> PyTree:
         """Returns a prefix for responses whose pages already contain `lengths` tokens, so that `insert` puts them into slots without writing pages. Each
-        response must then be fed at least one token."""
+        response must then be fed at least one token. With `parks_states`, `prefix` is the last result of `paused`, and `rows` are the responses' places in it."""
         ...
 
     def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:

@@ -163,7 +163,11 @@ class ScriptedEngine:
         drawn[list(rows)] = [state[slot].drawn for slot in slots]
         return drawn
 
-    def parked(self, lengths: Sequence[int]) -> Int[np.ndarray, " responses"]:
+    parks_states = False
+
+    def parked(
+        self, lengths: Sequence[int], prefix: PyTree | None, rows: Sequence[int]
+    ) -> Int[np.ndarray, " responses"]:
         """Returns a prefix for responses whose pages already contain `lengths` tokens. In this engine, the prefix is `lengths`."""
         return np.array(lengths, np.int32)
 

@@ -266,7 +266,7 @@ def test_no_program_copies_an_argument_of_64_mib(name, slice, changes):
     decoder = replace(whole, layers=4, **by_layer)
     stacks = {len(decoder.layers_of(stack)): len(whole.layers_of(stack)) for stack in decoder.stacks}
     hosts = devices_of(made.one_host) if made.hosts > 1 else None
-    work = workload_of(config, Assumptions(), decoder=decoder)
+    work = workload_of(config, Assumptions())
     programs = Programs(config, decoder, work, devices_of(made), hosts, memory=made.chip.device_hbm_bytes)
     # The tests' own settings leave most optimizations out.
     options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}

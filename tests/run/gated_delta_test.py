@@ -100,7 +100,7 @@ def test_preempted_responses_are_read_again(delta, run_micro, rows, flown):
     assert_same_responses(run_micro(delta(**FLIGHT | few), eval_rows=rows), flown)
 
 
-def test_episodes_are_read_again_before_each_turn(delta, run_micro):
+def test_episodes_are_trained_on_as_they_were_sampled(delta, run_micro):
     environment = EnvironmentConfig(source="guess", max_turns=2, turn_tokens=2)
     config = delta(steps=1, environment=environment, dynamic_sampling__enabled=False)
     [line] = run_micro(config, reward=None).metrics

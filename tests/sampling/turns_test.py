@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import ContextSpan, Continuation
+from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.decoding import response_keys
 from dapo_jax.sampling.pages import PageSizes
-from dapo_jax.testing import ScriptedEngine
+from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
 from tests.sampling.continuous_batching_test import (
     EOS,
     KEY,
@@ -21,6 +25,7 @@ from tests.sampling.continuous_batching_test import (
     assert_same,
     differences,
     made,
+    one_device,
     prompts,
     sample,
 )
@@ -161,6 +166,35 @@ def test_appended_tokens_are_fed_to_pages_that_stayed():
     assert read == [MAX_PROMPT] * len(asked) == [MAX_PROMPT] * 2
     assert_same(found, episodes(again, Appending(one_more, turn_tokens=3), asked, samples=4))
     assert all(len(response.turns) == 4 for responses in found.values() for response in responses)
+
+
+@pytest.mark.parametrize("slots", [4, 12])
+def test_recurrent_states_wait_for_the_next_turn(slots):
+    """Three turns each of twelve episodes of a model with Gated DeltaNet, in fewer slots or in as many: only the two prompts are prefilled. An engine that prefills each turn
+    samples the same. If the last token of a turn were in its state, or a state were another response's, log-probabilities would differ by far more than 2e-5."""
+    config = tiny_decoder_config(layers=2, mixers=(GatedDelta(2, 4, 8, 8), ATTENTION))
+    transfer = WeightTransfer(shapes_of(config), one_device(), dtype="float32", places=config.places)
+    weights, asked = transfer(tiny_params(config)), prompts(5, 7)
+    assert min(len(prompt.tokens) for prompt in asked) == 6, "long enough that feeding is cheaper"
+
+    def one_more(ordinal, index, turns):
+        return [] if not turns else [2 + (ordinal + index) % 18]
+
+    engine, again = engine_of(slots, 3, config=config), engine_of(8, 3, config=config, batch_invariant=True)
+    read, prefill = [], engine.prefill
+
+    def counted(params, sequences):
+        read.extend(sequence.tolist() for sequence in sequences)
+        return prefill(params, sequences)
+
+    engine.prefill = counted
+    kept, reread = (
+        episodes(each, Appending(one_more, max_turns=3, turn_tokens=3), asked, weights=weights)
+        for each in (engine, again)
+    )
+    assert_same(kept, reread, logprob_tolerance=2e-5)
+    assert {len(response.turns) for group in kept.values() for response in group} == {3}
+    assert read == [prompt.tokens.tolist() for prompt in asked]
 
 
 @pytest.mark.parametrize(("holders", "again"), [(2, True), (8, False)])
