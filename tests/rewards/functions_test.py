@@ -173,6 +173,23 @@ def reward_file(folder, text):
     return path
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("number", "'number' is of type int, which cannot be called"), ("", "must have the form"), ("gread", "did you mean 'grade'")],
+)  # fmt: skip
+def test_a_name_without_a_function_is_refused(name, message, tmp_path):
+    file = reward_file(tmp_path, "number = 3\ndef grade(sample):\n    return True\n")
+    with pytest.raises(ValueError, match=message):
+        load_function(f"{file}:{name}")
+
+
+def test_a_file_that_fails_is_named_with_its_error(tmp_path):
+    for text, error in (("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError")):
+        file = reward_file(tmp_path, text)
+        with pytest.raises(ValueError, match=rf"{file} fails with {error}"):
+            load_function(f"{file}:f")
+
+
 def test_file_may_define_dataclasses(tmp_path):
     """A dataclass looks its module up in sys.modules while the file runs."""
     text = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\ndef f(sample):\n    return A().x\n"
