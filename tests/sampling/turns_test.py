@@ -265,9 +265,9 @@ def test_an_environment_may_begin_and_end_the_episode():
     for (ordinal, index), turns in environments.seen.items():
         response = found[ordinal][index]
         for turn, (first, stop) in zip(turns, response.turns, strict=True):
-            np.testing.assert_array_equal(turn.tokens, response.tokens[first:stop])
-            np.testing.assert_array_equal(turn.logprobs, response.logprobs[first:stop])
-            assert turn.finish_reason == ("stop" if turn.tokens[-1] == EOS else "length")
+            np.testing.assert_array_equal(turn.record.ids, response.tokens[first:stop])
+            np.testing.assert_array_equal(turn.record.logprobs, response.logprobs[first:stop])
+            assert turn.finish_reason == ("stop" if turn.record.ids[-1] == EOS else "length")
 
 
 @pytest.mark.parametrize("beginning", [None, [5] * LIMIT], ids=["lost", "too long"])
