@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 from benchmarks.report import table, with_table
 from dapo_jax import train
 from dapo_jax.config import TrainConfig, load_config
-from dapo_jax.config.schema import Correction
+from dapo_jax.config.loss_schema import Correction
 from dapo_jax.trackers import read_metrics
 
 RESULTS = Path("docs/results/stale_rollouts")

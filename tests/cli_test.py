@@ -377,13 +377,13 @@ def test_an_interrupted_run_is_resumed_from_the_command_line(trained, cut, grade
     stop.touch()
     try:
         # In this process: an interrupt reaches no worker.
-        assert main([*cut(run_dir), "reward.workers=0"]) == 1
+        assert main([*cut(run_dir), "workers.count=0"]) == 1
     finally:
         stop.unlink()
     assert one_message(capsys, "train") == "dapo-jax train: interrupted"
     assert main(cut(run_dir)) == 2
     assert "resume it with --resume" in one_message(capsys, "train")
-    assert main([*cut(run_dir), "reward.workers=0", "--resume"]) == 0
+    assert main([*cut(run_dir), "workers.count=0", "--resume"]) == 0
     assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == [0, 1, 2]
 
 

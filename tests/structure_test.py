@@ -109,13 +109,12 @@ def lines_of(paths):
 
 def test_library_tests_and_configuration_are_no_larger_than_their_limits():
     """The limits of the whole. They only fall; a commit that raises one needs a reason."""
-    assert lines_of(SOURCES) <= 42_920
+    assert lines_of(SOURCES) <= 43_020
     assert lines_of((ROOT / "tests").rglob("*.py")) <= 54_701
-    assert len(leaf_types(TrainConfig)) <= 122
+    assert len(leaf_types(TrainConfig)) <= 119
 
 
 LONG_FILES = {
-    "dapo_jax/config/schema.py",
     "dapo_jax/models/families.py",
 }
 LONG_FUNCTIONS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.config import ConfigError, RewardConfig
+from dapo_jax.config import ConfigError, RewardConfig, WorkersConfig
 from dapo_jax.config.keys import prefixed
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.sample import sample_of
@@ -77,9 +77,9 @@ def score(
         verdicts = {RECORDED: [Verdict(**{name: row[name] for name in known}) for row in rows]}
     except KeyError as error:
         raise ConfigError(f"{rollouts} contains a rollout without {error}") from error
-    settings: dict[str, Any] = {"answer_marker": answer_marker, "workers": workers, "timeout_s": timeout_s}
+    limits = WorkersConfig(count=workers, timeout_s=timeout_s).of_graders
     for grader in graders:
-        submit, close = submit_of(RewardConfig(grader=grader, **settings))
+        submit, close = submit_of(RewardConfig(grader=grader, answer_marker=answer_marker), workers=limits)
         try:
             futures = [submit(group) for group in groups]
             verdicts[grader] = [verdict for future in futures for verdict in future.result()]

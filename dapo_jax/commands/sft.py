@@ -86,7 +86,8 @@ class _WarmStart:
         self._pairs = PairSource(
             prompts.training, policy.tokenizer, seed=config.seed, max_response_tokens=most
         )
-        self._graders = grading(config.reward, policy, stop=stop, graders=graders)
+        workers = config.workers.of_graders
+        self._graders = grading(config.reward, policy, stop=stop, workers=workers, graders=graders)
         self._sampler = learner.sampler(evaluation_spec(evaluation_of(config)))
         self._updater = Updater(
             policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat, layout=layout),

@@ -4,29 +4,28 @@ from dapo_jax.config.algorithms import ALGORITHMS
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.keys import ConfigError
 from dapo_jax.config.loading import changed_keys, load_config, load_evaluation, to_yaml
+from dapo_jax.config.loss_schema import AdvantageConfig, LossConfig, TeacherConfig
+from dapo_jax.config.model_schema import LoraConfig, ModelConfig, SamplingConfig
+from dapo_jax.config.reward_schema import (
+    EnvironmentConfig,
+    GraderConfig,
+    OverlongConfig,
+    RewardConfig,
+    WorkersConfig,
+)
 from dapo_jax.config.schema import (
-    AdvantageConfig,
     BatchConfig,
     CheckpointConfig,
     DynamicSamplingConfig,
-    EnvironmentConfig,
     EvalConfig,
     EvaluateConfig,
-    GraderConfig,
     GuardConfig,
     LogConfig,
-    LoraConfig,
-    LossConfig,
-    ModelConfig,
     OptimizerConfig,
-    OverlongConfig,
     ParallelConfig,
-    RewardConfig,
     RolloutConfig,
-    SamplingConfig,
     SftBatchConfig,
     SftConfig,
-    TeacherConfig,
     TrainConfig,
     evaluation_of,
 )
@@ -59,6 +58,7 @@ __all__ = [
     "SourceConfig",
     "TeacherConfig",
     "TrainConfig",
+    "WorkersConfig",
     "changed_keys",
     "evaluation_of",
     "load_config",

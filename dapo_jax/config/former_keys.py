@@ -102,6 +102,17 @@ def _tracker(name: str) -> Former:
     return Former(convert)
 
 
+def _of_workers(name: str, environment: bool) -> Former:
+    """A setting of workers, which graders and the environment share today."""
+
+    def convert(value: Any, values: Values) -> Mapping[str, Any]:
+        return (
+            {f"workers.{name}": value} if bool(value_of(values, "environment.source")) == environment else {}
+        )
+
+    return Former(convert)
+
+
 def _keep_by(value: Any, values: Values) -> Mapping[str, Any]:
     keep = value_of(values, "batch.keep", 0)
     return {"batch.keep": {value: keep}} if keep and value != "shortest" else {}
@@ -116,6 +127,10 @@ def _importance_cap(value: Any, values: Values) -> Mapping[str, Any]:
 
 
 FORMER = {
+    "reward.workers": _of_workers("count", environment=False),
+    "reward.timeout_s": _of_workers("timeout_s", environment=False),
+    "environment.workers": _of_workers("count", environment=True),
+    "environment.timeout_s": _of_workers("timeout_s", environment=True),
     "log.tensorboard": _tracker("tensorboard"),
     "log.wandb": _tracker("wandb"),
     "reward.graders": Former(lambda value, values: {"reward.grader": value} if value else {}),
@@ -137,6 +152,7 @@ FORMER = {
     "data.data_dir": _fixed("set the environment variable TFDS_DATA_DIR instead"),
     "batch.packing": _fixed("a row always contains several responses if they fit"),
     "optimizer.from_source": _fixed("a run that starts from another run has a new optimizer state"),
+    "sampling.steps_per_call": _fixed("it follows from sampling.max_response_tokens"),
     "sampling.merge_lora": _fixed("the sampler always applies the adapters separately, as training does"),
 }
 """Maps each key of an earlier version to its meaning."""

@@ -1,261 +1,40 @@
-"""Configuration dataclasses for training, supervised warm start and evaluation, one per section. The `data` section is in `data_schema`.
+"""Configuration dataclasses for training, supervised warm start and evaluation, one per section. The sections about data, models, rewards and the loss are in `data_schema`, `model_schema`, `reward_schema` and `loss_schema`.
 
 Each key is defined once, as a field with its default, its rules (`keys.key`), and its documentation below it. If the DAPO paper (https://arxiv.org/abs/2503.14476)
 specifies a value, that value is the default, and the documentation names the equation or section. Checks raise `ConfigError` and never change a value.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from dapo_jax.config.algorithms import ALGORITHMS, CLIP_RANGE, CLIPS, OBJECTIVES, OTHER_NAMES, SELECTIONS
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.keys import (
     POSITIVE,
     SEED,
     SIZE,
     Range,
-    Rules,
-    check_value,
     key,
     named,
     refuse,
 )
+from dapo_jax.config.loss_schema import (
+    IMPORTANCE_RANGES,
+    AdvantageConfig,
+    Correction,
+    LossConfig,
+    TeacherConfig,
+)
+from dapo_jax.config.model_schema import DTYPES, TEMPERATURE, LoraConfig, ModelConfig, SamplingConfig
+from dapo_jax.config.reward_schema import EnvironmentConfig, RewardConfig, WorkersConfig
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
-from dapo_jax.hints import nearest
 
-DTYPES = ("float32", "bfloat16")
 BETA = Range("0 or more and less than 1", lambda v: 0 <= v < 1)
 TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
 TOP_K = Range("1 to 2**31 - 1, or 0 or -1 (both: off)", lambda v: -1 <= v < 2**31)
-TEMPERATURE = Range("0 (greedy), or 0.001 to 1000", lambda v: v == 0 or 1e-3 <= v <= 1e3)
 ROUNDS = Range("0 to 1000", lambda v: 0 <= v <= 1000)
 AXIS = Range("1 or more devices, or -1 for all remaining devices", lambda v: v >= 1 or v == -1)
 STEPS = Range("0 or more (0: evaluate only)", lambda v: v >= 0)
-CLIP = Range("more than 0 and at most 1", lambda v: 0 < v <= 1)
-DUAL_CLIP = Rules(range=Range("more than 1, or null (off)", lambda v: v > 1))
-
-
-class SourceParts(NamedTuple):
-    """The parts of a model's source."""
-
-    place: str
-    """The source without the other parts."""
-    revision: str = ""
-    """Branch, tag or commit of a model on the Hugging Face Hub."""
-    checkpoint: str = "last"
-    """The checkpoint of a run to load: last or best."""
-
-
-def source_parts(source: str) -> SourceParts:
-    """Splits `hf:ORG/NAME@COMMIT` and `RUN@best`.
-
-    >>> source_parts("runs/mine@best")
-    SourceParts(place='runs/mine', revision='', checkpoint='best')
-    """
-    place, _, part = source.rpartition("@")
-    if place.startswith("hf:"):
-        return SourceParts(place, revision=part)
-    return SourceParts(place, checkpoint=part) if place and part in ("last", "best") else SourceParts(source)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(Section, at="model"):
-    """The model: its source, tokenizer, dtype, attention implementation and gradient checkpointing."""
-
-    source: str = key("preset:tiny", not_empty=True, aliases="model_name_or_path model.path model_revision")
-    """The model: `preset:NAME` (random weights), `shipped:NAME` (included in the package), `hf:ORG/NAME` or `hf:ORG/NAME@COMMIT` (from the Hugging Face Hub), or a model folder.
-    COMMIT may also be a branch or a tag. A commit makes a run reproducible.
-    A model folder contains config.json, tokenizer.json and model.safetensors. It is a local folder, or `gs://BUCKET/FOLDER` (needs the `gcs` extra). The folder of a run of `train` or `sft`
-    is possible too. The run then starts with that run's weights and tokenizer, at step 0 and with a new optimizer state. `RUN` loads the latest checkpoint of a training run. `RUN@best` loads
-    the saved checkpoint with the highest evaluation score (see `checkpoint.keep_best`)."""
-    tokenizer: str = "byte"
-    """Tokenizer for a preset: `byte`, or `char:ALPHABET`, which has one token per character of ALPHABET. All other models come with their own tokenizer."""
-    compute_dtype: str = key("float32", choices=DTYPES, aliases="dtype torch_dtype bf16 fp16")
-    """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
-    attention: str = key("auto", choices=["auto", "xla", "splash", "cudnn"], may_change=True)
-    """Attention implementation for training. xla runs on every platform. splash is a TPU kernel. With splash, packed responses cannot share the computation of their
-    prompt. cudnn is an NVIDIA GPU kernel for bfloat16. auto selects splash on a TPU, cudnn on a GPU of compute capability 9.0 or higher in bfloat16 without parallel.context (if the
-    model does not cap attention scores), and xla otherwise."""
-    remat: str = key(
-        "none",
-        choices=["none", "full", "dots"],
-        aliases="gradient_checkpointing enable_gradient_checkpointing",
-        may_change=True,
-    )
-    """Gradient checkpointing: the backward pass recomputes activations instead of storing them. none recomputes nothing. full recomputes all activations. dots recomputes all activations except the results of matrix products."""
-
-    @property
-    def parts(self) -> SourceParts:
-        """The parts of `source`."""
-        return source_parts(self.source)
-
-
-LORA_TARGETS = (
-    "all", "attention", "mlp", "linear_attention", *(f"{p}_proj" for p in ["q", "k", "v", "o", "gate", "up", "down"]),
-    "in_proj_z", "out_proj",
-)  # fmt: skip
-"""Allowed values in `lora.targets`: the names of linear layers in transformers and PEFT, and names for groups of these layers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig(Section, at="lora"):
-    """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): only small added matrices are trained, and the model's own weights are frozen."""
-
-    rank: int = key(0, aliases="lora_rank lora_r peft_config use_peft")
-    """Rank of each adapter. 0 means that there are no adapters and all weights are trained. With adapters, the model's own weights are frozen and stored in `model.compute_dtype`. Only the adapters are
-    saved, and their size is about rank / width of the model's size. The reference policy for a KL penalty is then the model without adapters."""
-    alpha: float = key(32.0, range=POSITIVE, aliases="lora_alpha")
-    """Scale of the adapters: their output is multiplied by alpha / rank. Because of this scaling, one learning rate suits every rank: about ten times the learning rate for full training."""
-    targets: list[str] = key(default_factory=lambda: ["all"], aliases="target_modules lora_target_modules")
-    """Linear layers that get an adapter: all, attention, mlp, or single layers by their transformers names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj.
-    Models with Gated DeltaNet also have linear_attention (in_proj_z and out_proj), which all does not include."""
-
-    def check_together(self) -> None:
-        if unknown := [name for name in self.targets if name not in LORA_TARGETS]:
-            near = nearest(str(unknown[0]), LORA_TARGETS, least=0.0)[0]
-            self.refuse("targets", f"a list of {', '.join(LORA_TARGETS)}", f"write {near}")
-        if not self.targets:
-            self.refuse("targets", "one linear layer or more", "write [all], or leave it out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig(Section, at="sampling"):
-    """Sampling of responses."""
-
-    temperature: float = key(1.0, range=TEMPERATURE)
-    """Softmax temperature for sampling, and for log-probabilities in training. (Section 4.1)"""
-    max_response_tokens: int = key(
-        20480, range=SIZE, aliases="max_completion_length max_response_length max_new_tokens response_length"
-    )
-    """Maximum number of tokens per response. The default is the expected maximum length plus the soft overlong buffer. (Section 4.1)"""
-    slots: int = key(256, range=SIZE, aliases="max_num_seqs", may_change=True)
-    """Number of responses that each sampler decodes in parallel. There is one sampler per `parallel.sampler_hosts` processes."""
-    steps_per_call: int = key(16, range=SIZE, may_change=True)
-    """Number of decoding steps per device call. Between calls, the host replaces finished responses with new ones."""
-    prefill_tokens: int = key(
-        4096, range=SIZE, aliases="max_num_batched_tokens chunked_prefill_size", may_change=True
-    )
-    """Maximum number of prompt tokens per prefill. Longer prompts are prefilled in chunks."""
-    page_tokens: int = key(0, aliases="block_size page_size", may_change=True)
-    """Number of tokens per page of the KV cache. A response is allocated more pages as it grows, and responses to the same prompt share the prompt's full pages.
-    0 selects a default for the platform. On a single CPU, the default for up to 256 tokens per prompt and response is a cache without pages."""
-    cache_tokens: int = key(0, aliases="vllm_gpu_memory_utilization gpu_memory_utilization", may_change=True)
-    """Capacity of a sampler's KV cache in tokens, over all of the sampler's devices. If the cache is full, the most recently started response is preempted and later
-    re-prefilled. Layers with a window keep fewer tokens. 0 means as many tokens as fit into device memory next to the weights and the training state. A run logs this number when it
-    starts. On CPU, 0 means enough tokens for all slots."""
-    cache_dtype: str = key(
-        "", choices=["", "int8", "float8_e4m3fn"], aliases="kv_cache_dtype", may_change=True
-    )
-    """Dtype of cached keys and values. Defaults to model.compute_dtype. The 8-bit types use one scale per token and head. Compared with bfloat16, the cache stores twice as many
-    tokens and is read twice as fast. The sampler's log-probabilities then differ more from the trainer's, so training needs loss.importance_range=[0,2] or another loss.correction."""
-    weight_dtype: str = key("", choices=["", "int8"], aliases="quantization", may_change=True)
-    """Dtype of the sampler's weight matrices. Defaults to model.compute_dtype. int8 uses one scale per output feature. Training then needs loss.importance_range=[0,2] or another loss.correction."""
-    batch_invariant: bool = key(False, may_change=True)
-    """Make log-probabilities bitwise independent of the other responses in the batch, of `sampling.slots` and of the number of processes. Each device then decodes eight
-    slots at a time and prefills each prompt separately, which is slower. If false, log-probabilities depend on these three, but only by rounding."""
-    stop: list[str] = key(default_factory=list, aliases="stop_strings")
-    """Strings that end a response, in training and in evaluation. The response keeps the tokens of the stop string, but graders receive only the text before it."""
-    stop_token_ids: list[int] = key(default_factory=list)
-    """Token ids that end a response, in addition to the tokenizer's end tokens."""
-
-    def check_together(self) -> None:
-        if "" in self.stop:
-            remedy = "every text contains the empty string, so every response would end at once: remove it"
-            self.refuse("stop", "non-empty strings", remedy)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverlongConfig(Section, at="reward.overlong"):
-    """Soft overlong punishment (Eq. 13) and overlong filtering (Section 3.4)."""
-
-    enabled: bool = key(True, aliases="overlong_buffer.enable")
-    """Add the soft overlong punishment to the rule-based reward."""
-    buffer_tokens: int = key(4096, aliases="overlong_buffer.len")
-    """L_cache, the number of tokens before the length limit over which the penalty grows."""
-    penalty_factor: float = key(1.0)
-    """Maximum penalty, for responses at the length limit. (Eq. 13)"""
-    filter_truncated: bool = key(False, aliases="mask_truncated_completions")
-    """Overlong filtering: exclude the tokens of truncated responses from the loss. Their rewards still count in the statistics of their groups."""
-
-    def check_together(self) -> None:
-        if self.enabled and self.buffer_tokens < 1:
-            remedy = "make it larger, or set reward.overlong.enabled=false"
-            self.refuse("buffer_tokens", "1 or more for the soft punishment", remedy)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraderConfig:
-    """One of several graders, with its weight."""
-
-    grader: str = key(not_empty=True)
-    """The grader, in the same form as a single `reward.grader`."""
-    weight: float = key(1.0, range=Range("a number that is not 0", lambda v: v != 0))
-    """Weight of this grader's reward in the sum of rewards. A negative weight turns the reward into a penalty."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig(Section, at="reward"):
-    """Grading of responses: the graders, the reward for each verdict, and the overlong penalty."""
-
-    grader: str | list[dict[str, Any]] = key(
-        "exact", not_empty=True, aliases="reward_funcs custom_reward_function reward_weights"
-    )
-    """The grader: a name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k, math_verify), `reasoning_gym` (the task's own scorer),
-    `module:function`, `path/to/file.py:function`, or `judge:FILE.yaml` (a language model with an API). For a function written for TRL or verl, add the prefix `trl:` or `verl:`.
-    Or a list of graders, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is then the weighted sum of the graders' rewards.
-    Only the first grader decides whether a response is correct. The other graders only shape the reward. kimi_length is a length reward, which needs another grader before it."""
-    answer_marker: str = "="
-    """The exact grader compares the text after the last answer marker in the response with the reference answer. If the marker is empty, the grader compares the whole response."""
-    workers: int = key(2, may_change=True)
-    """Number of worker processes per grader. If 0, graders run in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
-    reasoning_gym, kimi_length, async functions and functions passed from Python always run in the main process."""
-    timeout_s: float = key(10.0, range=POSITIVE)
-    """Time limit in seconds for one grading call. A call grades one response, or a whole group if the function accepts groups. If a call takes longer, its responses count as wrong. Judges have their own limit."""
-    correct: float = key(1.0, range=None)
-    """Reward for a correct response if the grader returns no score. (Section 2.4)"""
-    incorrect: float = key(-1.0, range=None)
-    """Reward for a wrong response if the grader returns no score. (Section 2.4) If grading fails (time limit, memory, a dead worker), the reward is at most this value."""
-    overlong: OverlongConfig = key(default_factory=OverlongConfig, aliases="overlong_buffer")
-
-    def check_together(self) -> None:
-        if self.correct <= self.incorrect:
-            remedy = "raise it: a correct response must be worth more than a wrong one"
-            self.refuse("correct", f"more than reward.incorrect = {self.incorrect}", remedy)
-        if not isinstance(self.grader, str) and not self.graders:
-            self.refuse("grader", "a grader", "write its name, or leave the key out")
-
-    @property
-    def graders(self) -> list[GraderConfig]:
-        """The graders in a list. Empty for a single grader."""
-        return [] if isinstance(self.grader, str) else entries("reward.grader", self.grader, GraderConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig(Section, at="environment"):
-    """Multi-turn episodes, in which an environment responds to the policy and supplies the rewards."""
-
-    source: str = key("", aliases="environment_factory env_class")
-    """The environment. `guess` is a number-guessing game. `module:name` or `path/to/file.py:name` is a class or function that is called without arguments and returns an environment.
-    Environments from other libraries have the forms `trl:PLACE:Class` (`trl:PLACE:Class+function` with a reward function), `skyrl_gym:ID` or `skyrl_gym:PLACE:Class`, `openenv:URL`, and
-    `tinker:PLACE:Builder`. PLACE is a module or a file. An environment replaces the graders in `reward`. If empty, a response is a single turn, and graders supply the rewards."""
-    max_turns: int = key(8, range=SIZE, aliases="max_turns_per_episode max_assistant_turns")
-    """Maximum number of turns per episode. Longer episodes are truncated."""
-    turn_tokens: int = key(0)
-    """Maximum number of tokens per turn. 0 means that only the episode's limit applies."""
-    episode_tokens: int = key(0)
-    """Maximum number of tokens per episode, including the environment's tokens. 0 means `sampling.max_response_tokens`. A larger limit requires an environment that starts new contexts, because
-    each context has at most `data.max_prompt_tokens` + `sampling.max_response_tokens` tokens. The overlong penalty and filter use this limit."""
-    timeout_s: float = key(30.0, range=POSITIVE)
-    """Time limit in seconds for one response from the environment. If the environment takes longer or raises an error, the episode is lost. A lost episode counts as wrong. Its reward
-    is the lowest in its group, but at most `reward.incorrect`."""
-    workers: int = key(0, may_change=True)
-    """Number of worker processes for the environment, per training process. If 0, the environment runs in the training process. If an environment in a worker blocks, runs out of
-    memory or exits, only its own episode is lost, because a new worker replays the turns of the other episodes."""
-    credit: str = key("episode", choices=["episode", "turn"])
-    """Credit assignment to turns. episode: all turns get the advantage of the episode's reward. turn: the advantage of a turn is (reward-to-go - mean) / std. The mean is over the group's episodes that reached
-    this turn, and std is the standard deviation of the group's rewards. If an environment compares episodes (`group_rewards`), the reward from this comparison replaces the turn rewards, and is credited to the last turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,182 +138,6 @@ class BatchConfig(PackedRowsConfig):
     def kept_by(self) -> str:
         """Which responses are kept: shortest or reward_per_token."""
         return "shortest" if isinstance(self.keep, int) else next(iter(self.keep))
-
-
-class Correction(NamedTuple):
-    """The importance weighting of a run, with all defaults resolved. See `TrainConfig.correction`."""
-
-    kind: str
-    """Kind of importance weights: none, truncate, mask, keep_responses or truncate_responses."""
-    low: float
-    """Smallest weight that is kept. 0 means no lower bound."""
-    high: float
-    """Largest weight that is kept, or for truncate, the cap."""
-
-
-IMPORTANCE_RANGES = {
-    "truncate": (0.0, 2.0), "truncate_responses": (0.0, 2.0), "mask": (0.5, 2.0), "keep_responses": (0.99, 1.01),
-}  # fmt: skip
-"""Smallest and largest weight for each correction, if `loss.importance_range` is empty."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig(Section, at="loss"):
-    """The loss, and the old log-probabilities, importance weights, token selection and KL penalty in it."""
-
-    objective: str | dict[str, Any] = key(
-        "clip",
-        not_empty=True,
-        aliases="loss_mode policy_loss_type loss_type importance_sampling_level clip_ratio_c delta",
-    )
-    """The loss function: a name in `dapo_jax.dapo.objectives.OBJECTIVES` (clip, gspo, gspo_token, gmpo, cispo, sapo, dppo, vespo, reinforce, dro, topr, kl_cov), `module:function`,
-    or `path/to/file.py:function`. clip is the loss of the paper, `dapo_jax.dapo_loss`. `algorithm: NAME` sets the objective and all keys that belong to it (see algorithms.md).
-    Options are the objective's keyword parameters that have a default. Write them below the name, for example {cispo: {cap: 5}} or {clip: {dual_clip: 10}}. The clip ratios are keys of their own."""
-    clip_ratio_low: float = key(CLIP_RANGE[0], range=CLIP, aliases="epsilon clip_ratio clip_lower")
-    """Lower clip range, eps_low in Eq. 8."""
-    clip_ratio_high: float = key(CLIP_RANGE[1], range=POSITIVE, aliases="epsilon_high clip_higher")
-    """Upper clip range, eps_high in Eq. 8. With the same value as `clip_ratio_low`, this is the plain PPO clip."""
-    aggregation: str = key(
-        "token_mean",
-        choices=["token_mean", "prompt_mean", "sequence_mean", "token_sum_norm", "sequence_sum"],
-        aliases="loss_agg_mode masked_mean_axis",
-    )
-    """How token losses are averaged: token_mean, prompt_mean, sequence_mean, token_sum_norm or sequence_sum. See `dapo_jax.token_weights`."""
-    old_logprobs: str = key(
-        "trainer", choices=["trainer", "sampler"], aliases="bypass_mode bypass_old_logprob_for_rollout"
-    )
-    """Source of pi_old in the policy ratio. trainer: recomputed with the weights at the start of the step. sampler: recorded during sampling, possibly with older weights."""
-    correction: str = key(
-        "auto",
-        choices=["auto", "none", "truncate", "mask", "keep_responses", "truncate_responses"],
-        aliases="rollout_is rollout_rs rollout_is_mode tis vllm_importance_sampling_correction vllm_importance_sampling_mode",
-    )
-    """Importance weights that correct for tokens sampled with older or rounded weights. They are computed from each token's ratio pi_old / pi_sampler. truncate: min(ratio, C), where `importance_range` is [0, C].
-    mask: the ratio, or 0 outside `importance_range`. keep_responses: the ratio, or 0 if the geometric mean of the ratios in the response is outside the range. truncate_responses:
-    min(product of the ratios in the response, C) for all tokens of the response. In an episode with several contexts, each context counts as a response. auto: truncate if `rollout.in_flight` or `importance_range` is set, else none. With `old_logprobs: sampler`, auto means none, because the policy ratio of the loss already corrects for this."""
-    importance_range: list[float] = key(
-        default_factory=list,
-        aliases="tis_imp_ratio_cap vllm_importance_sampling_cap truncated_importance_sampling_ratio_cap rollout_is_threshold vllm_importance_sampling_clip_max "
-        "rollout_rs_threshold rollout_rs_threshold_lower rollout_is_threshold_lower vllm_importance_sampling_clip_min",
-    )
-    """Range of the ratio that mask keeps, or of the geometric mean that keep_responses keeps. Tokens or responses outside this range are excluded from the loss,
-    but they count in the baseline and in the scale of the advantages, and in the mean over tokens. For truncate and truncate_responses, [0, C] sets the largest weight C.
-    If empty, the range is [0, 2] for truncate and truncate_responses, [0.5, 2] for mask and [0.99, 1.01] for keep_responses."""
-    drop_off_policy: float | None = key(None, aliases="off_policy_mask_threshold")
-    """Exclude responses with a negative advantage whose mean log(pi_sampler / pi) over the tokens exceeds this limit, in nats per token (DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556). pi is the policy of the current update. null keeps all responses."""
-    select: str | dict[str, Any] = key(
-        "all", choices=[*SELECTIONS], aliases="top_entropy_quantile clip_cov_ratio kl_cov_ratio"
-    )
-    """Tokens of an update that enter the loss, selected once per step with the weights at its start. all: all tokens. high_entropy: the tokens with the highest entropy. low_covariance: all except random tokens among those with
-    a high covariance of advantage and log-probability (Clip-Cov). high_covariance: the tokens that the objective kl_cov penalizes. low_second_moment: all except those with the largest log-ratio (M2PO).
-    Write options below the name, for example {high_entropy: {frac: 0.2}}: frac for high_entropy and high_covariance, frac, low and high for low_covariance, limit for low_second_moment."""
-    kl_coef: float = key(0.0, aliases="beta kl_loss_coef use_kl_loss")
-    """Weight of the KL penalty against the reference policy. If 0, no reference policy is loaded. (Section 2.3)"""
-    kl_estimator: str = key(
-        "k3",
-        choices=["k3", "k3_unbiased"],
-        aliases="use_bias_correction_kl use_unbiased_kl kl_loss_type",
-        only_with="loss.kl_coef",
-    )
-    """Estimator of the KL divergence. k3: e^d - 1 - d with d = log(pi_ref / pi). k3_unbiased: k3 times pi / pi_old, whose gradient is the gradient of the
-    divergence (DeepSeek-V3.2)."""
-
-    def check_together(self) -> None:
-        low, high = self.clip_ratio_low, self.clip_ratio_high
-        kind, bounds = self.correction, self.importance_range
-        if high < low:
-            remedy = f"{high} < {low}: raise it, or lower loss.clip_ratio_low"
-            self.refuse("clip_ratio_high", f"at least loss.clip_ratio_low = {low}", remedy)
-        if self.old_logprobs == "sampler" and (bounds or kind not in ("auto", "none")):
-            name, needs = ("importance_range", "[]") if bounds else ("correction", "auto or none")
-            remedy = "pi_old / pi_sampler is then 1, and the ratio of the loss already corrects: set loss.old_logprobs=trainer, or leave it out"
-            self.refuse(name, f"{needs} with loss.old_logprobs = 'sampler'", remedy)
-        if bounds and kind == "none":
-            remedy = "there are no weights: set loss.correction=truncate, or leave it out"
-            self.refuse("importance_range", "[] with loss.correction = 'none'", remedy)
-        keeps = kind in ("mask", "keep_responses")
-        if bounds and not (
-            len(bounds) == 2 and 0 <= bounds[0] <= 1 <= bounds[1] and keeps == (bounds[0] > 0)
-        ):
-            needs = f"two numbers with loss.correction = {kind!r}: {'more than 0 and at most 1' if keeps else '0'}, and 1 or more"
-            remedy = f"the weight 1 must be kept: write for example {'[0.5, 2]' if keeps else '[0, 2], or set loss.correction=mask'}"
-            self.refuse("importance_range", needs, remedy)
-        self._check_objective()
-
-    def _check_objective(self) -> None:
-        """Checks the keys that depend on a built-in objective or selection. The options of other objectives are checked when the run is built."""
-        (objective, options), (select, select_options) = named(self.objective), named(self.select)
-        if ":" not in objective and objective not in OBJECTIVES:
-            is_algorithm = objective in ALGORITHMS or objective in OTHER_NAMES
-            near = nearest(objective, OBJECTIVES, least=0.0)[0]
-            remedy = f"write algorithm: {objective}" if is_algorithm else f"did you mean {near}?"
-            self.refuse("objective", f"{', '.join(OBJECTIVES)}, module:function or path.py:function", remedy)
-        reads = OBJECTIVES.get(objective, CLIPS)
-        for name, unset in zip(CLIPS, (CLIP_RANGE[:1], CLIP_RANGE[::-1]), strict=True):
-            if name not in reads and getattr(self, name) not in unset:
-                needs = f"{unset[0]} with loss.objective = {objective!r}, which does not read it"
-                self.refuse(name, needs, "leave it out, or set loss.objective=clip")
-        _check_options("loss.objective", objective, options, OBJECTIVES)
-        _check_options("loss.select", select, select_options, SELECTIONS)
-        if objective == "clip":
-            check_value("loss.objective.clip.dual_clip", options.get("dual_clip"), float | None, DUAL_CLIP)
-        if objective == "kl_cov" and select == "all":
-            remedy = "it penalizes the selected tokens: set loss.select=high_covariance"
-            self.refuse("select", "a selection with loss.objective = 'kl_cov'", remedy)
-        if select == "high_covariance" and objective in OBJECTIVES and objective != "kl_cov":
-            remedy = "training on these tokens alone would end exploration: set loss.objective=kl_cov, or loss.select=low_covariance"
-            self.refuse("select", f"low_covariance with loss.objective = {objective!r}", remedy)
-
-
-def _check_options(
-    key: str, choice: str, options: dict[str, Any], known: Mapping[str, Sequence[str]]
-) -> None:
-    names = [name for name in known.get(choice, options) if name not in CLIPS]
-    if unknown := next((name for name in options if name not in names), None):
-        near = nearest(unknown, names, least=0.0) or ["none, so leave it out"]
-        remedy = f"set loss.{unknown}" if unknown in CLIPS else f"the nearest option is {near[0]}"
-        refuse(f"{key}.{choice}.{unknown}", options[unknown], f"an option of {choice}", remedy)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageConfig(Section, at="advantage"):
-    """Advantages, which are computed from the rewards of all groups of a step. The default is Eq. 9."""
-
-    baseline: str = key(
-        "group_mean",
-        choices=["group_mean", "leave_one_out", "length_weighted", "none"],
-        aliases="adv_estimator advantage_estimator",
-    )
-    """Value that is subtracted from a reward. group_mean: mean reward of the group. leave_one_out: mean reward of the other responses (RLOO). length_weighted: mean over
-    the tokens of the group, so that long responses count more (OPO). none: 0. (Eq. 9)"""
-    scale: str = key(
-        "group_std",
-        choices=["group_std", "group_mean", "batch_std", "whiten_tokens", "whiten_responses", "none"],
-        aliases="scale_rewards norm_adv_by_std_in_grpo",
-    )
-    """How the difference is scaled. group_std: divided by the standard deviation of the group's rewards (Eq. 9). group_mean: divided by the group's mean reward (MaxRL). batch_std: divided by the standard
-    deviation of all rewards of the step. whiten_tokens and whiten_responses: mean 0 and variance 1 over the tokens or the responses of the step. none: not scaled."""
-    rewards: str = key("summed", choices=["summed", "apart"])
-    """Treatment of several graders. summed: the advantage is computed from the sum of their rewards. apart: the reward of each grader is normalized within its group, and the weighted
-    sum of the results is then scaled (GDPO, https://arxiv.org/abs/2601.05242)."""
-    best_of: int = key(1, range=SIZE)
-    """Train for the best of k responses (pass@k, https://arxiv.org/abs/2508.10751): the reward of a response becomes the expected maximum over this response and k - 1 others of its group."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TeacherConfig(Section, at="teacher"):
-    """On-policy distillation: a teacher model scores the tokens that the policy sampled, and log(pi_teacher / pi_old) is the advantage of a token."""
-
-    source: str = key("", aliases="teacher_model_name_or_path teacher_model_revision")
-    """The teacher, in the same form as `model.source`. It must have the same tokenizer as the policy. If empty, there is no teacher."""
-    coef: float = key(1.0, range=POSITIVE)
-    """Factor of the teacher's advantages, or of the divergence from the teacher."""
-    kl: str = key("sampled", choices=["sampled", "full"])
-    """How to approach the teacher. `sampled`: by the advantages of the sampled tokens. `full`: by a term of the loss, the KL divergence from the policy to the teacher over the
-    whole vocabulary at each token."""
-    rewards: bool = key(False)
-    """Add the advantages of the rewards to the teacher's advantages. If false, training responses are not graded, all groups are trained on, and graders are used only in evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -674,6 +277,7 @@ class RunConfig(Section):
     data: DataConfig = key(default_factory=DataConfig)
     sampling: SamplingConfig = key(default_factory=SamplingConfig)
     reward: RewardConfig = key(default_factory=RewardConfig)
+    workers: WorkersConfig = key(default_factory=WorkersConfig)
     batch: PackedRowsConfig = key(default_factory=PackedRowsConfig)
     optimizer: OptimizerConfig = key(default_factory=OptimizerConfig)
     eval: EvalConfig = key(default_factory=EvalConfig, may_change=True)
@@ -903,6 +507,7 @@ class EvaluateConfig(Section):
     because the paper's 20,480 tokens would exceed the memory of small machines."""
     reward: RewardConfig = key(default_factory=RewardConfig)
     """The graders. The overlong penalty does not apply in an evaluation."""
+    workers: WorkersConfig = key(default_factory=WorkersConfig)
     environment: EnvironmentConfig = key(default_factory=EnvironmentConfig)
     eval: EvalConfig = key(default_factory=EvalConfig)
     parallel: ParallelConfig = key(default_factory=ParallelConfig)

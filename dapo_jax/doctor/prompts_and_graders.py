@@ -57,7 +57,9 @@ def grader(subject: Subject) -> Found:
     """Checks that the grader accepts reference answers and rejects an empty response, or that the environment can be created."""
     config = subject.config
     if source := config.environment.source:
-        episodes = episodes_of(environment_of(config.environment), config, subject.tokenizer)
+        episodes = episodes_of(
+            environment_of(config.environment, config.workers.of_environment), config, subject.tokenizer
+        )
         assert episodes is not None
         with episodes:
             problem = episodes.check(subject.prompts(1)[0], limit=config.episode_tokens)
@@ -66,20 +68,21 @@ def grader(subject: Subject) -> Found:
         return Found(f"rewards come from the environment {source}; no grader is used")
     asked = [_samples(subject, prompt) for prompt in subject.prompts(GRADED)]
     verdicts: list[list[Verdict]] = []
-    submit, close = submit_of(config.reward)
+    workers = config.workers.of_graders
+    submit, close = submit_of(config.reward, workers=workers)
     try:
         began = time.monotonic()
         for samples in asked:
             verdicts.append(submit(samples).result())
             if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
-                remedy = f"fix the grader, or raise reward.timeout_s (now {config.reward.timeout_s:g})"
+                remedy = f"fix the grader, or raise workers.timeout_s (now {workers.timeout_s:g})"
                 # The check stops here, because the grader could run into the time limit for every further prompt too.
                 return Found(f"a response got no verdict: {lost.reason}", "failed", remedy)
         seconds = time.monotonic() - began
     finally:
         if close is not None:
             close()
-    took = f"{sum(map(len, asked))} responses in {seconds:.1f} s, with a limit of {config.reward.timeout_s:g} s per call"
+    took = f"{sum(map(len, asked))} responses in {seconds:.1f} s, with a limit of {workers.timeout_s:g} s per call"
     if config.dynamic_sampling.metric == "score":
         return _scored(verdicts, took)
     return _judged(asked, verdicts, took, own_form=bool(subject.right))

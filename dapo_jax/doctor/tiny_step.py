@@ -113,7 +113,10 @@ class TinyStep(ExitStack, Observer):
         if self._whole.environment.source:
             return self._first_turns()
         limit = self.config.sampling.max_response_tokens
-        grader = grading(self.config.reward, self._run.policy, stop=self.config.sampling.stop)
+        workers = self.config.workers.of_graders
+        grader = grading(
+            self.config.reward, self._run.policy, stop=self.config.sampling.stop, workers=workers
+        )
         sampled = [(g.prompt, tuple(r.response for r in g.rollouts)) for g in self._collected.groups]
         try:
             began = time.monotonic()
@@ -125,7 +128,7 @@ class TinyStep(ExitStack, Observer):
         scores = f"rewards from {min(rewards):.3g} to {max(rewards):.3g}"
         message = f"{scores if by_score else f'{right} of {len(rollouts)} are correct'}, {lost} got no verdict, {time.monotonic() - began:.1f} s"
         if lost:
-            return Found(message, "warning", "raise reward.timeout_s or reward.worker_memory_mb")
+            return Found(message, "warning", "raise workers.timeout_s")
         if by_score or right or not self._whole.learnt_metric:
             return Found(message)
         if self.config.model.source.startswith("preset:"):
@@ -142,7 +145,11 @@ class TinyStep(ExitStack, Observer):
     def _first_turns(self) -> Found:
         """Passes each sampled response to the environment as the first turn of an episode."""
         policy, began = self._run.policy, time.monotonic()
-        episodes = episodes_of(environment_of(self._whole.environment), self._whole, policy.tokenizer)
+        episodes = episodes_of(
+            environment_of(self._whole.environment, self._whole.workers.of_environment),
+            self._whole,
+            policy.tokenizer,
+        )
         assert episodes is not None
         decode = getattr(policy.tokenizer, "spelled", policy.tokenizer.decode)
         example, verdicts = "", list[Verdict]()
@@ -164,7 +171,7 @@ class TinyStep(ExitStack, Observer):
             return Found(
                 f"{len(lost)} of {len(verdicts)} episodes were lost at their first turn: {lost[0].reason}",
                 "failed" if len(lost) == len(verdicts) else "warning",
-                "fix environment.source, or raise environment.timeout_s",
+                "fix environment.source, or raise workers.timeout_s",
             )
         answered = f"the environment answered {len(verdicts)} first turns in {time.monotonic() - began:.1f} s"
         return Found(f"{answered}, for example {example}")
@@ -242,7 +249,6 @@ def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
             "data.max_prompt_tokens": max(len(prompt.tokens) for prompt in prompts),
             "sampling.max_response_tokens": limit,
             "sampling.slots": -(-SLOTS // slots) * slots,
-            "sampling.steps_per_call": min(config.sampling.steps_per_call, limit),
             "reward.overlong.enabled": False,
             "dynamic_sampling": DynamicSamplingConfig(enabled=False, metric=config.dynamic_sampling.metric),
             "rollout.in_flight": len(prompts) * GROUP if config.rollout.in_flight else 0,

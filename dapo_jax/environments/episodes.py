@@ -313,7 +313,7 @@ class Episodes(AbstractContextManager["Episodes"]):
             with suppress(OSError, ValueError, AttributeError):  # stderr may be closed or missing
                 print(
                     f"environment {self._name}: it has blocked the event loop for {HELD_S:g} s{place}, so no other episode can continue: await slow "
-                    "operations, define blocking functions without `async`, or set environment.workers=1 or more",
+                    "operations, define blocking functions without `async`, or set workers.count=1 or more",
                     file=sys.stderr,
                     flush=True,
                 )

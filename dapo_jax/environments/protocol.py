@@ -78,7 +78,7 @@ class Episode(Protocol):
     async def step(self, turn: Turn) -> Step:
         """Returns the answer to a turn. A method without `async def` runs in a separate thread.
 
-        If the method raises or takes longer than `environment.timeout_s`, only this episode is lost.
+        If the method raises or takes longer than `workers.timeout_s`, only this episode is lost.
         """
 
 

@@ -36,7 +36,7 @@ class Tools:
         Args:
             functions: the tools. A function without `async def` runs in a separate thread.
             most_characters: maximum length of a call's result. A longer result is cut off and ends with a note.
-            timeout_s: time limit of a call in seconds. If the calls of a turn together exceed `environment.timeout_s`, the episode is lost.
+            timeout_s: time limit of a call in seconds. If the calls of a turn together exceed `workers.timeout_s`, the episode is lost.
         """
         self.schemas = [schema_of(function) for function in functions]
         names = [schema["function"]["name"] for schema in self.schemas]

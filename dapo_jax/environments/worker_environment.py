@@ -51,7 +51,7 @@ class WorkerEnvironment:
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "WorkerEpisode":
         """Creates an episode in the same worker as the prompt's other episodes. Raises TypeError if JSON cannot represent a value of the row."""
-        plain = plain_row(row, instead="use environment.workers=0")
+        plain = plain_row(row, instead="use workers.count=0")
         return WorkerEpisode(self._seat_of(seed), next(self._numbers), plain, seed)
 
     async def _group_rewards(self, episodes: Sequence["WorkerEpisode"]) -> list[float]:

@@ -114,7 +114,7 @@ def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
             "prompt_token_ids": sample.prompt.tokens.tolist(),
             "prompt": sample.prompt.text,
             "answer": sample.prompt.answer,
-            "row": plain_row(sample.prompt.row, instead="grade in this process with reward.workers=0"),
+            "row": plain_row(sample.prompt.row, instead="grade in this process with workers.count=0"),
             "response": sample.response,
             "response_token_ids": sample.tokens.tolist(),
             "finish_reason": sample.finish_reason,

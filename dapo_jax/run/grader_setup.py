@@ -6,8 +6,15 @@ from datetime import date
 from functools import partial
 from typing import NamedTuple
 
-from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig, RewardConfig, TrainConfig
+from dapo_jax.config import (
+    ConfigError,
+    EnvironmentConfig,
+    EvaluateConfig,
+    RewardConfig,
+    TrainConfig,
+)
 from dapo_jax.config.keys import prefixed
+from dapo_jax.config.reward_schema import ENVIRONMENT_WORKERS, GRADER_WORKERS, Workers
 from dapo_jax.environments import Environment, Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.worker_environment import WorkerEnvironment
@@ -41,6 +48,7 @@ def grading(
     *,
     max_response_tokens: int | None = None,
     stop: Sequence[str] = (),
+    workers: Workers = GRADER_WORKERS,
     graders: Sequence["ConfiguredGrader"] = (),
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
@@ -52,12 +60,17 @@ def grading(
         policy: its tokenizer decodes the responses.
         max_response_tokens: maximum response length for the overlong penalty. If None, there is no penalty, because an evaluation measures verdicts.
         stop: strings that end a response. The text from a stop string on is not graded.
+        workers: the workers of each grader.
         graders: the result of `check_graders`. If empty, the configured graders are loaded.
         episodes: the episodes of an environment. If given, the environment supplies the rewards instead of graders.
         on_submit: called before the responses to a prompt are submitted.
     """
     overlong = config.overlong
-    submit, close = submit_of(config, graders) if episodes is None else (episodes.verdicts, episodes.close)
+    submit, close = (
+        submit_of(config, graders, workers=workers)
+        if episodes is None
+        else (episodes.verdicts, episodes.close)
+    )
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
@@ -72,7 +85,10 @@ def grading(
 
 
 def submit_of(
-    config: RewardConfig, graders: Sequence["ConfiguredGrader"] = ()
+    config: RewardConfig,
+    graders: Sequence["ConfiguredGrader"] = (),
+    *,
+    workers: Workers = GRADER_WORKERS,
 ) -> tuple[Submit, Close | None]:
     """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop (None if nothing was started).
 
@@ -88,16 +104,16 @@ def submit_of(
     for grader in graders:
         if grader.loaded.is_async:
             if loop is None:
-                loop = AsyncCalls(at_once=ASYNC_CALLS, timeout_s=config.timeout_s)
+                loop = AsyncCalls(at_once=ASYNC_CALLS, timeout_s=workers.timeout_s)
                 closing.append(loop.close)
             submits.append(partial(loop.submit, grader.loaded))
-        elif grader.spec is None or not config.workers or grader.spec in IN_THIS_PROCESS:
+        elif grader.spec is None or not workers.count or grader.spec in IN_THIS_PROCESS:
             submits.append(immediately(grader.loaded.grade))
         else:
             pool = GradingPool(
                 grader.spec,
-                workers=config.workers,
-                timeout_s=config.timeout_s,
+                workers=workers.count,
+                timeout_s=workers.timeout_s,
                 memory_mb=WORKER_MEMORY_MB,
                 answer_marker=config.answer_marker,
                 whole_group=grader.loaded.is_whole_group,
@@ -179,7 +195,12 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
     return [(function, float(weight)) for function, weight in reward]
 
 
-def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) -> Environment | None:
+def environment_of(
+    config: EnvironmentConfig,
+    workers: Workers = ENVIRONMENT_WORKERS,
+    *,
+    reward: Rewards | None = None,
+) -> Environment | None:
     """Loads the environment of a run, or returns None if no environment is configured. Call it before slow work such as loading a model.
 
     Raises:
@@ -192,11 +213,11 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
             f"environment.source={config.source!r} supplies the rewards, but a reward function was given as well; remove one of them"
         )
     with prefixed("environment.source"):
-        if config.workers:
+        if workers.count:
             return WorkerEnvironment(
                 config.source,
-                workers=config.workers,
-                timeout_s=config.timeout_s,
+                workers=workers.count,
+                timeout_s=workers.timeout_s,
                 memory_mb=WORKER_MEMORY_MB,
             )
         return load_environment(config.source)
@@ -223,7 +244,9 @@ def episodes_of(
         max_turns=limits.max_turns,
         turn_tokens=limits.turn_tokens,
         episode_tokens=limits.episode_tokens,
-        timeout_s=math.inf if in_workers else limits.timeout_s,  # workers enforce the limit themselves
+        timeout_s=math.inf
+        if in_workers
+        else config.workers.of_environment.timeout_s,  # workers enforce the limit themselves
         name=limits.source,
         on_close=environment.close if in_workers else lambda: None,
     )

@@ -34,10 +34,15 @@ batch: {keep: 8, keep_by: shortest} -> batch: {keep: 8}
 log: {tensorboard: true} -> log: {trackers: [tensorboard]}
 log: {tensorboard: false} -> {}
 log: {wandb: true} -> log: {trackers: [wandb]}
+reward: {workers: 3} -> workers: {count: 3}
+reward: {timeout_s: 3.0} -> workers: {timeout_s: 3.0}
+environment: {source: guess, workers: 3} -> {environment: {source: guess}, workers: {count: 3}}
+environment: {source: guess, timeout_s: 3.0} -> {environment: {source: guess}, workers: {timeout_s: 3.0}}
 compilation_cache: gs://b/xla -> {}
 data: {data_dir: prepared} -> {}
 batch: {packing: false} -> {}
 optimizer: {from_source: true} -> {}
+sampling: {steps_per_call: 4} -> {}
 sampling: {merge_lora: true} -> {}
 """
 """A file with a former key -> the file with the same meaning today."""

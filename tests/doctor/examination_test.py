@@ -123,7 +123,7 @@ def test_prompts_are_shown_as_the_model_reads_them(healthy):
         ({"reward__grader": "{graders}:wrogn"}, "grader", "'wrong'"),
         ({"reward__grader": "{graders}:wrong"}, "grader", "8 of 8 reference answers"),
         ({"reward__grader": "{graders}:right"}, "grader", "an empty response"),
-        ({"reward__grader": "{graders}:hangs", "reward__timeout_s": "0.05"}, "grader", "0.05 s"),
+        ({"reward__grader": "{graders}:hangs", "workers__timeout_s": "0.05"}, "grader", "0.05 s"),
         ({"model__source": "{cut}"}, "model", "{cut}/model.safetensors"),
         ({"parallel__fsdp": "3"}, "mesh", "3 devices, but there are 8"),
     ],

@@ -36,8 +36,9 @@ run_dir: {folder}/run
 steps: {steps}
 model: {{source: {folder}/model}}
 data: {{source: jsonl, path: {folder}/rows.jsonl, max_prompt_tokens: 4, eval_split: train}}
-sampling: {{slots: 8, max_response_tokens: 6, steps_per_call: 3}}
-reward: {{grader: "{folder}/grader.py:seventh", workers: 0, timeout_s: 600, overlong: {{buffer_tokens: 2}}}}
+sampling: {{slots: 8, max_response_tokens: 6}}
+reward: {{grader: "{folder}/grader.py:seventh", overlong: {{buffer_tokens: 2}}}}
+workers: {{count: 0, timeout_s: 600}}
 dynamic_sampling: {{prompts_per_wave: 3, surplus: carry}}
 batch: {{prompts_per_step: 2, group_size: 4, groups_per_update: 1, row_tokens: 12, rows_per_microbatch: 8}}
 optimizer: {{learning_rate: 1.0e-4, warmup_steps: 2}}

@@ -36,7 +36,7 @@ class Episode:
 TURNS = [
     "environment.max_turns=3",
     "environment.turn_tokens=2",
-    "environment.timeout_s=600",
+    "workers.timeout_s=600",
     "sampling.max_response_tokens=10",
     "batch.row_tokens=16",
     "reward.grader=exact",

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from dapo_jax.commands.convert import convert
 from dapo_jax.config import ConfigError, ModelConfig
-from dapo_jax.config.schema import LORA_TARGETS
+from dapo_jax.config.model_schema import LORA_TARGETS
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
 from dapo_jax.models.folder import load_model, read_config
 from dapo_jax.models.lora import SETS, TARGETS, lora_shape, parted, put_together

@@ -36,7 +36,7 @@ OTHERS = {
     "sampling/paged_cache.py": "attention over a cache",
     "sampling/pages.py": "pages before a window are free",
     "sampling/tpu_cache.py": "attention over a cache",
-    "config/schema.py": "lora.targets has the name of a group of matrices",
+    "config/model_schema.py": "lora.targets has the name of a group of matrices",
     "plan/output.py": "a key of the plan's JSON",
     "health/watchdogs.py": "a window of steps",
     "parallel/gpu_settings.py": "Microsoft Windows",

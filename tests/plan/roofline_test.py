@@ -55,7 +55,7 @@ CONFIG = TrainConfig(
     run_dir="out",
     model=ModelConfig(compute_dtype="bfloat16", remat="full"),
     data=DataConfig(max_prompt_tokens=6),
-    sampling=SamplingConfig(max_response_tokens=10, slots=8, steps_per_call=5),
+    sampling=SamplingConfig(max_response_tokens=10, slots=8),
     reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=2)),
     dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=1536),
     batch=BatchConfig(prompts_per_step=8, group_size=4, groups_per_update=4, rows_per_microbatch=4),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dapo_jax.config import RewardConfig
+from dapo_jax.config.reward_schema import GRADER_WORKERS
 from dapo_jax.dapo.rollouts import Response, Span, Verdict
 from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.rewards import grade_function
@@ -143,7 +144,7 @@ def test_bools_of_a_trl_function_are_numbers():
     assert [(verdict.correct, verdict.score) for verdict in verdicts] == [(True, 1.0), (False, 0.0)]
 
 
-def rewarded(config, *texts):
+def rewarded(config, *texts, workers=2):
     """The rewards and the group of responses that were sampled after 5 steps, as a run computes them."""
     responses = [
         Response(record=Tokens(tokens), finish_reason="stop", spans=(Span(0, 5),))
@@ -151,7 +152,7 @@ def rewarded(config, *texts):
     ]  # fmt: skip
     prompt = sample().prompt
     given = samples_of(prompt, responses, tokenizer=TOKENIZER)
-    submit, close = submit_of(config)
+    submit, close = submit_of(config, workers=GRADER_WORKERS._replace(count=workers))
     try:
         verdicts = submit(given).result()
     finally:
@@ -171,7 +172,7 @@ def sum_of(**weights):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_trl_function_gets_the_step_and_its_logs_reach_the_verdicts(workers):
     """(4 + 0) / 2 characters; step 5 + lengths 1 and 3."""
-    rewards, [first, second] = rewarded(RewardConfig(grader=SHORT, workers=workers), "a", "abc")
+    rewards, [first, second] = rewarded(RewardConfig(grader=SHORT), "a", "abc", workers=workers)
     assert rewards == [6.0, 8.0]
     assert first.parts == second.parts == {"characters": 2.0}
     assert (first.reason, second.reason) == ("length=1, upper=A", "length=3, upper=ABC")
@@ -180,8 +181,8 @@ def test_a_trl_function_gets_the_step_and_its_logs_reach_the_verdicts(workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_response_to_which_a_trl_function_does_not_apply_adds_nothing_to_a_sum(workers):
     """As `nansum` in TRL: 0.5 x 6 + 1 and 0 + 5, where the second function is the length."""
-    config = RewardConfig(grader=sum_of(length_reward=1.0, for_short_ones=0.5), workers=workers)
-    rewards, verdicts = rewarded(config, "a", "abcde")
+    config = RewardConfig(grader=sum_of(length_reward=1.0, for_short_ones=0.5))
+    rewards, verdicts = rewarded(config, "a", "abcde", workers=workers)
     assert rewards == [4.0, 5.0]
     assert [verdict.parts["for_short_ones"] for verdict in verdicts] == [6.0, 0.0]
     assert [verdict.parts["characters"] for verdict in verdicts] == [3.0, 3.0]

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from dapo_jax.config import ConfigError, RewardConfig
+from dapo_jax.config.reward_schema import GRADER_WORKERS
 from dapo_jax.rewards import judge as judge_room
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.judge import Judge
@@ -99,7 +100,7 @@ def settings(tmp_path):
 
 def graded(path, *responses, **limits):
     """The verdicts of a judge, through the graders of a run."""
-    submit, close = submit_of(RewardConfig(grader=f"judge:{path}", **limits))
+    submit, close = submit_of(RewardConfig(grader=f"judge:{path}"), workers=GRADER_WORKERS._replace(**limits))
     try:
         return submit(samples(*responses)).result()
     finally:
@@ -162,7 +163,7 @@ def test_an_overloaded_failing_or_dead_server_is_asked_again_after_growing_waits
 
 @pytest.mark.parametrize("limits", [{}, {"timeout_s": 0.05}])
 def test_the_judges_own_limits_decide_however_short_a_grading_call_may_be(limits, settings):
-    """Two tries of 0.2 s take longer than `reward.timeout_s`, but the verdict of the second counts."""
+    """Two tries of 0.2 s take longer than `workers.timeout_s`, but the verdict of the second counts."""
     with serving((1, b""), chat("1")) as server:
         [verdict] = graded(settings(server.url, timeout_s=0.2, retries=1), "a", **limits)
     assert (verdict.score, verdict.lost, len(server.seen)) == (1.0, "", 2)

@@ -88,7 +88,7 @@ def test_graders_that_take_their_time_change_nothing(flying, flown, run_micro, r
         time.sleep(random.choice([0.0, 0.0, 0.05]))
         return even_sum(sample)
 
-    same_run(run_micro(flying(reward__workers=0), reward=slowly, eval_rows=rows), flown)
+    same_run(run_micro(flying(workers__count=0), reward=slowly, eval_rows=rows), flown)
 
 
 def test_a_run_interrupted_after_every_step_in_turn_is_the_uninterrupted_run(
@@ -123,7 +123,7 @@ def test_a_run_stopped_while_it_samples_continues_from_the_step_before(
             stop.ask("a test")
         return even_sum(sample)
 
-    config = flying(reward__workers=0)
+    config = flying(workers__count=0)
     with pytest.raises(StoppedError):
         run_micro(config, reward=grade, eval_rows=rows, stop=stop)
     same_run(run_micro(config, reward=even_sum, eval_rows=rows, resume=True), flown)
@@ -137,7 +137,7 @@ def test_no_prompt_is_trained_on_twice_and_none_is_lost(flying, run_micro, even_
         graded[sample.prompt.ordinal] += 1
         return even_sum(sample)
 
-    result = run_micro(flying(reward__workers=0), reward=grade)
+    result = run_micro(flying(workers__count=0), reward=grade)
     assert set(graded.values()) == {4}
     judged = sum(line["rollout/prompts"] for line in result.metrics)
     assert 0 <= len(graded) - judged <= 4, "a graded group has its verdict, or it is due a round later"

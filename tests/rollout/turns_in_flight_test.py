@@ -87,7 +87,7 @@ def test_the_first_weights_sample_the_same_as_in_waves(flown, flying, run_micro,
 
 def test_the_time_that_an_environment_takes_changes_no_bit(flying, flown, run_micro, rows, same_run):
     """It takes another time in each run. Rounds decide which episodes are prefilled together, so sums are rounded alike, too."""
-    config = flying(environment__workers=2)
+    config = flying(workers__count=2)
     same_run(run_micro(config, reward=None, eval_rows=rows), flown)
 
 

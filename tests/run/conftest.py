@@ -115,7 +115,7 @@ def micro(model, tmp_path_factory):
             steps=4,
             model=ModelConfig(source=model),
             data=DataConfig(max_prompt_tokens=4),
-            sampling=SamplingConfig(slots=8, max_response_tokens=6, steps_per_call=3),
+            sampling=SamplingConfig(slots=8, max_response_tokens=6),
             reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=2)),
             dynamic_sampling=DynamicSamplingConfig(prompts_per_wave=3, surplus="carry"),
             batch=BatchConfig(
@@ -173,7 +173,7 @@ def on_disk(micro, rows):
                     eval_split="train",
                 ),
                 reward__grader=f"{folder}/grader.py:{function}",
-                reward__workers=0,
+                workers__count=0,
                 optimizer__epsilon=0.1,
                 checkpoint__every_steps=1,
                 checkpoint__keep=9,

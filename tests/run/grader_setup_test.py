@@ -11,6 +11,7 @@ import pytest
 
 from dapo_jax.commands import inference
 from dapo_jax.config import ConfigError, EvaluateConfig, RewardConfig
+from dapo_jax.config.reward_schema import GRADER_WORKERS
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import Sample, whole_group
 from dapo_jax.rewards.functions import RewardError
@@ -65,8 +66,9 @@ def samples(*responses):
     ]
 
 
-def graded(config, *responses, reward=None):
-    submit, close = submit_of(config, check_graders(config, reward=reward))
+def graded(config, *responses, reward=None, **workers):
+    limits = GRADER_WORKERS._replace(**workers)
+    submit, close = submit_of(config, check_graders(config, reward=reward), workers=limits)
     try:
         return submit(samples(*responses)).result()
     finally:
@@ -76,8 +78,9 @@ def graded(config, *responses, reward=None):
 
 def test_workers_grade_where_they_are_needed_only():
     own = RewardConfig(grader=f"{HERE}:brevity")
-    for here in (RewardConfig(), RewardConfig(grader="reasoning_gym"), replace(own, workers=0)):
+    for here in (RewardConfig(), RewardConfig(grader="reasoning_gym")):
         assert submit_of(here)[1] is None
+    assert submit_of(own, workers=GRADER_WORKERS._replace(count=0))[1] is None
     for there in (own, RewardConfig(grader="math")):
         _, close = submit_of(there)
         assert close is not None
@@ -95,23 +98,23 @@ def test_graders_of_every_kind_are_summed_by_weight():
             {"grader": f"{HERE}:brevity", "weight": 0.5},
             {"grader": f"{HERE}:shortest", "weight": 2},
             {"grader": f"{HERE}:judge", "weight": -0.1},
-        ],
-        workers=1,
+        ]
     )
     before = set(threading.enumerate())
-    right, wrong = graded(config, "=2", "=003")
+    right, wrong = graded(config, "=2", "=003", count=1)
     assert set(threading.enumerate()) <= before  # an earlier test's may end meanwhile
     assert (right.score, wrong.score) == (pytest.approx(1.25), pytest.approx(-6.875))
     assert (right.correct, wrong.correct) == (True, False)
     assert right.parts == {"exact": 1.0, "brevity": 0.5, "shortest": 1.0, "judge": 20.0}
-    assert [v.score for v in graded(replace(config, workers=0), "=2", "=003")] == [right.score, wrong.score]
+    assert [v.score for v in graded(config, "=2", "=003", count=0)] == [right.score, wrong.score]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_function_for_trl_compares_the_responses_of_a_group(workers):
     """Lengths 2, 4 and 3: the mean is 3."""
-    config = RewardConfig(grader=f"trl:{HERE}:longer_than_the_mean", workers=workers)
-    assert [verdict.score for verdict in graded(config, "=2", "=002", "=02")] == [-1.0, 1.0, 0.0]
+    config = RewardConfig(grader=f"trl:{HERE}:longer_than_the_mean")
+    scores = [verdict.score for verdict in graded(config, "=2", "=002", "=02", count=workers)]
+    assert scores == [-1.0, 1.0, 0.0]
 
 
 def test_one_listed_grader_is_a_sum_of_one_and_the_grader_alone_is_a_plain_verdict():
@@ -141,7 +144,7 @@ def test_an_async_grader_is_held_to_its_limits(monkeypatch):
         return True
 
     monkeypatch.setattr(grader_setup, "ASYNC_CALLS", 2)
-    verdicts = graded(RewardConfig(timeout_s=0.3), *"abcd", "hang", reward=counted)
+    verdicts = graded(RewardConfig(), *"abcd", "hang", reward=counted, timeout_s=0.3)
     assert [verdict.lost for verdict in verdicts] == ["", "", "", "", "timeout"]
     assert most == 2
 
@@ -204,7 +207,7 @@ def test_a_run_whose_verdicts_come_late_is_the_run_graded_at_once(late, micro, r
     waves = {"dynamic_sampling__prompts_per_wave": 2}
     here = run_micro(micro(**waves), reward=sum_of_fours)
     assert max(line["rollout/waves"] for line in here.metrics) > 1
-    config = micro(reward__grader=f"{HERE}:{late}", reward__workers=2, **waves)
+    config = micro(reward__grader=f"{HERE}:{late}", workers__count=2, **waves)
     same_run(run_micro(config, reward=None), here)
 
 

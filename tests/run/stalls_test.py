@@ -68,7 +68,7 @@ IN_FLIGHT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("keys", [["reward.workers=0"], [*IN_FLIGHT, "reward.timeout_s=600"]])
+@pytest.mark.parametrize("keys", [["workers.count=0"], [*IN_FLIGHT, "workers.timeout_s=600"]])
 def test_a_grader_that_hangs(keys, arguments, tmp_path):
     """In this process, which has no time limit for graders; in a worker with a long limit, with rollouts in flight."""
     grader = tmp_path / "hanging.py"
@@ -76,7 +76,7 @@ def test_a_grader_that_hangs(keys, arguments, tmp_path):
     done = run(several.COMMAND, [*arguments, *keys, f"reward.grader={grader}:grader"])
     assert done.returncode == 1, done.stderr
     assert "while grading the responses to a prompt" in done.stderr.splitlines()[-1]
-    assert ("hanging.py:5 grader" in done.stderr) == (keys == ["reward.workers=0"])
+    assert ("hanging.py:5 grader" in done.stderr) == (keys == ["workers.count=0"])
 
 
 def test_a_hanging_process_ends_both_and_each_reports_both_waits(arguments):

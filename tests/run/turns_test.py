@@ -113,7 +113,7 @@ def test_episodes_are_trained_on_and_their_environment_is_not(trained):
 def test_the_time_and_the_processes_of_an_environment_change_nothing(
     workers, trained, turning, run_micro, rows, same_run
 ):
-    found = run_micro(turning(environment__workers=workers), reward=None, eval_rows=rows)
+    found = run_micro(turning(workers__count=workers), reward=None, eval_rows=rows)
     same_run(found, trained)
     for step in range(1, 5):
         name = f"rollouts/step_{step:06d}.jsonl"
@@ -186,7 +186,7 @@ def test_evaluation_by_itself_has_the_episodes_too(trained, turning, rows):
     [
         ({"environment__source": "gess"}, r"environment\.source: no environment is named 'gess'"),
         (
-            {"environment__source": f"{__file__}:Sum", "environment__workers": 1},
+            {"environment__source": f"{__file__}:Sum", "workers__count": 1},
             r"environment\.source: .*turns_test\.py has no 'Sum'",
         ),
         ({"reward__grader": "math"}, r"environment\.source.*reward\.grader"),

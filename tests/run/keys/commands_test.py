@@ -67,7 +67,7 @@ def score(config):
             SFT,
             [{}, {**GRADERS, "lora.rank": 2, "steps": 0}, {"model.source": "hf:org/name", "steps": 0}],
         ),
-        (EvaluateConfig, score, EVALUATE, [{}, GRADERS, {**GUESS, "environment.workers": 1}]),
+        (EvaluateConfig, score, EVALUATE, [{}, GRADERS, {**GUESS, "workers.count": 1}]),
     ],
 )
 def test_every_key_of_the_other_commands_is_used(schema, command, base, ways, look):

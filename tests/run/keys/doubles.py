@@ -119,6 +119,7 @@ def noting(patch, cls, received, *, instead=None):
         received[cls.__name__] = bound.arguments
         make(self, *arguments, **options)
 
+    noted.__signature__ = signature
     patch.setattr(instead or cls, "__init__", noted)
 
 

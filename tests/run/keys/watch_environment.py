@@ -50,8 +50,23 @@ WATCHERS = [
     echoes("environment.max_turns", of_episodes("max_turns"), 8, 3, also=GUESS),
     echoes("environment.turn_tokens", of_episodes("turn_tokens"), 0, 5, also=GUESS),
     echoes("environment.episode_tokens", of_episodes("episode_tokens"), 0, 99, also=GUESS),
-    echoes("environment.timeout_s", of_episodes("timeout_s"), 30.0, 2.5, also=GUESS),
-    watch("environment.workers", of_workers("workers"), (0, None), (1, 1), (2, 2), also=GUESS),
+    watch(
+        "workers.timeout_s",
+        of_episodes("timeout_s"),
+        (None, 30.0),
+        (2.5, 2.5),
+        what="of an environment",
+        also=GUESS,
+    ),
+    watch(
+        "workers.count",
+        of_workers("workers"),
+        (None, None),
+        (1, 1),
+        (2, 2),
+        what="of an environment",
+        also=GUESS,
+    ),
     # Two episodes. One has its reward for the first turn; later turns are alike.
     watch("environment.credit", advantages_of_turns, ("episode", 2), ("turn", 3), also=GUESS),
 ]

@@ -52,9 +52,9 @@ WATCHERS = [
     ),
     # What follows the last + of 1+1=2 is no answer, and without a marker the whole response is one.
     watch("reward.answer_marker", rewards, ("=", RIGHT), ("+", WRONG), also=ALL_WRONG),
-    watch("reward.workers", of_pool("workers"), (0, None), (3, 3), also=POOL),
-    echoes("reward.timeout_s", of_pool("timeout_s"), 10.0, 3.0, what="of workers", also=POOL),
-    echoes("reward.timeout_s", of_calls("timeout_s"), 10.0, 3.0, what="of async functions"),
+    watch("workers.count", of_pool("workers"), (None, 2), (0, None), (3, 3), also=POOL),
+    watch("workers.timeout_s", of_pool("timeout_s"), (None, 10.0), (3.0, 3.0), what="of workers", also=POOL),
+    watch("workers.timeout_s", of_calls("timeout_s"), (None, 10.0), (3.0, 3.0), what="of async functions"),
     echoes("reward.answer_marker", of_pool("answer_marker"), "=", "+", what="of workers", also=POOL),
     watch("reward.correct", rewards, (1.0, RIGHT), (3.0, [3, -1, 3, -1]), also=PLAIN),
     watch("reward.incorrect", rewards, (-1.0, RIGHT), (0.0, [1, 0, 1, 0]), also=PLAIN),

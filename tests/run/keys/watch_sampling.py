@@ -237,7 +237,14 @@ WATCHERS = [
     watch("sampling.max_response_tokens", of_engine("capacity"), (6, 10), (9, 13), what="room in a slot"),
     echoes("sampling.slots", of_engine("slots"), 8, 16),
     watch("sampling.slots", prompts_at_once, (8, 2), (16, 3), what="prompts read at once"),
-    echoes("sampling.steps_per_call", of_engine("steps_per_call"), 16, 3),
+    watch(
+        "sampling.max_response_tokens",
+        of_engine("steps_per_call"),
+        (6, 3),
+        (48, 8),
+        (1024, 16),
+        what="steps per call",
+    ),
     # Prompts of up to 4 tokens are rows of 10, as long as a slot: 2 prompts fill the slots.
     watch("sampling.prefill_tokens", prefill_rows, (4096, [2, 10]), (8, [1, 8])),
     echoes("sampling.batch_invariant", of_engine("batch_invariant"), False, True),

@@ -1,0 +1,127 @@
+"""The sections `reward`, `environment` and `workers`."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dapo_jax.config.keys import POSITIVE, SIZE, Range, key
+from dapo_jax.config.section import Section, entries
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongConfig(Section, at="reward.overlong"):
+    """Soft overlong punishment (Eq. 13) and overlong filtering (Section 3.4)."""
+
+    enabled: bool = key(True, aliases="overlong_buffer.enable")
+    """Add the soft overlong punishment to the rule-based reward."""
+    buffer_tokens: int = key(4096, aliases="overlong_buffer.len")
+    """L_cache, the number of tokens before the length limit over which the penalty grows."""
+    penalty_factor: float = key(1.0)
+    """Maximum penalty, for responses at the length limit. (Eq. 13)"""
+    filter_truncated: bool = key(False, aliases="mask_truncated_completions")
+    """Overlong filtering: exclude the tokens of truncated responses from the loss. Their rewards still count in the statistics of their groups."""
+
+    def check_together(self) -> None:
+        if self.enabled and self.buffer_tokens < 1:
+            remedy = "make it larger, or set reward.overlong.enabled=false"
+            self.refuse("buffer_tokens", "1 or more for the soft punishment", remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraderConfig:
+    """One of several graders, with its weight."""
+
+    grader: str = key(not_empty=True)
+    """The grader, in the same form as a single `reward.grader`."""
+    weight: float = key(1.0, range=Range("a number that is not 0", lambda v: v != 0))
+    """Weight of this grader's reward in the sum of rewards. A negative weight turns the reward into a penalty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(Section, at="reward"):
+    """Grading of responses: the graders, the reward for each verdict, and the overlong penalty."""
+
+    grader: str | list[dict[str, Any]] = key(
+        "exact", not_empty=True, aliases="reward_funcs custom_reward_function reward_weights"
+    )
+    """The grader: a name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k, math_verify), `reasoning_gym` (the task's own scorer),
+    `module:function`, `path/to/file.py:function`, or `judge:FILE.yaml` (a language model with an API). For a function written for TRL or verl, add the prefix `trl:` or `verl:`.
+    Or a list of graders, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is then the weighted sum of the graders' rewards.
+    Only the first grader decides whether a response is correct. The other graders only shape the reward. kimi_length is a length reward, which needs another grader before it."""
+    answer_marker: str = "="
+    """The exact grader compares the text after the last answer marker in the response with the reference answer. If the marker is empty, the grader compares the whole response."""
+    correct: float = key(1.0, range=None)
+    """Reward for a correct response if the grader returns no score. (Section 2.4)"""
+    incorrect: float = key(-1.0, range=None)
+    """Reward for a wrong response if the grader returns no score. (Section 2.4) If grading fails (time limit, memory, a dead worker), the reward is at most this value."""
+    overlong: OverlongConfig = key(default_factory=OverlongConfig, aliases="overlong_buffer")
+
+    def check_together(self) -> None:
+        if self.correct <= self.incorrect:
+            remedy = "raise it: a correct response must be worth more than a wrong one"
+            self.refuse("correct", f"more than reward.incorrect = {self.incorrect}", remedy)
+        if not isinstance(self.grader, str) and not self.graders:
+            self.refuse("grader", "a grader", "write its name, or leave the key out")
+
+    @property
+    def graders(self) -> list[GraderConfig]:
+        """The graders in a list. Empty for a single grader."""
+        return [] if isinstance(self.grader, str) else entries("reward.grader", self.grader, GraderConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig(Section, at="environment"):
+    """Multi-turn episodes, in which an environment responds to the policy and supplies the rewards."""
+
+    source: str = key("", aliases="environment_factory env_class")
+    """The environment. `guess` is a number-guessing game. `module:name` or `path/to/file.py:name` is a class or function that is called without arguments and returns an environment.
+    Environments from other libraries have the forms `trl:PLACE:Class` (`trl:PLACE:Class+function` with a reward function), `skyrl_gym:ID` or `skyrl_gym:PLACE:Class`, `openenv:URL`, and
+    `tinker:PLACE:Builder`. PLACE is a module or a file. An environment replaces the graders in `reward`. If empty, a response is a single turn, and graders supply the rewards."""
+    max_turns: int = key(8, range=SIZE, aliases="max_turns_per_episode max_assistant_turns")
+    """Maximum number of turns per episode. Longer episodes are truncated."""
+    turn_tokens: int = key(0)
+    """Maximum number of tokens per turn. 0 means that only the episode's limit applies."""
+    episode_tokens: int = key(0)
+    """Maximum number of tokens per episode, including the environment's tokens. 0 means `sampling.max_response_tokens`. A larger limit requires an environment that starts new contexts, because
+    each context has at most `data.max_prompt_tokens` + `sampling.max_response_tokens` tokens. The overlong penalty and filter use this limit."""
+    credit: str = key("episode", choices=["episode", "turn"])
+    """Credit assignment to turns. episode: all turns get the advantage of the episode's reward. turn: the advantage of a turn is (reward-to-go - mean) / std. The mean is over the group's episodes that reached
+    this turn, and std is the standard deviation of the group's rewards. If an environment compares episodes (`group_rewards`), the reward from this comparison replaces the turn rewards, and is credited to the last turn."""
+
+
+class Workers(NamedTuple):
+    """Worker processes and the time limit of a call."""
+
+    count: int
+    timeout_s: float
+
+
+GRADER_WORKERS, ENVIRONMENT_WORKERS = Workers(2, 10.0), Workers(0, 30.0)
+"""The workers of a grader and of an environment, unless the section `workers` sets others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersConfig(Section, at="workers"):
+    """Worker processes for graders, or for the environment if there is one."""
+
+    count: int | None = key(None, may_change=True)
+    """Number of worker processes per grader, or for the environment. null means 2 for graders and 0 for an environment. If 0, graders and environments run in the main process, graders
+    without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k), reasoning_gym, kimi_length, async functions and functions passed from Python always run in
+    the main process. If an environment in a worker blocks, runs out of memory or exits, only its own episode is lost, because a new worker replays the turns of the other episodes."""
+    timeout_s: float | None = key(None, range=POSITIVE)
+    """Time limit in seconds for one call. null means 10 for graders and 30 for an environment. A grader's call grades one response, or a whole group if the function accepts groups. If a call
+    takes longer, its responses count as wrong. Judges have their own limit. An environment's call is one turn. If it takes longer or raises an error, the episode is lost and counts as wrong.
+    Its reward is the lowest in its group, but at most `reward.incorrect`."""
+
+    @property
+    def of_graders(self) -> Workers:
+        """The workers of each grader."""
+        return self._with_defaults(GRADER_WORKERS)
+
+    @property
+    def of_environment(self) -> Workers:
+        """The workers of an environment."""
+        return self._with_defaults(ENVIRONMENT_WORKERS)
+
+    def _with_defaults(self, usual: Workers) -> Workers:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return usual._replace(**given)
