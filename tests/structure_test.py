@@ -109,14 +109,12 @@ def lines_of(paths):
 
 def test_library_tests_and_configuration_are_no_larger_than_their_limits():
     """The limits of the whole. They only fall; a commit that raises one needs a reason."""
-    assert lines_of(SOURCES) <= 43_020
+    assert lines_of(SOURCES) <= 43_035
     assert lines_of((ROOT / "tests").rglob("*.py")) <= 54_701
     assert len(leaf_types(TrainConfig)) <= 119
 
 
-LONG_FILES = {
-    "dapo_jax/models/families.py",
-}
+LONG_FILES = set[str]()
 LONG_FUNCTIONS = {
     "dapo_jax/models/gated_delta.py:over_rows",
     "dapo_jax/sampling/gpu_cache.py:_kernel",

@@ -5,46 +5,27 @@ value that the decoder does not support raises an error, as does a key of anothe
 and versions, are ignored. Null means the same as an absent key, except for the keys in `_NULLABLE`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.config_json import (
+    ORIGINAL_LENGTH,
+    Family,
+    checked,
+    present,
+    rope_of,
+    rope_settings,
+    two_ropes,
+)
 from dapo_jax.models.experts import Experts
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.kinds import Mixer
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.rope import Rope, RopeScaling
+from dapo_jax.models.rope import Rope
 
 WHAT_LOADS = "docs/bring_your_model.md lists the supported models"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """The differences of a model family from Llama, in config.json and in the names of tensors."""
-
-    architecture: str
-    """The class in transformers."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The values of absent keys, if they differ from Llama's, and of all keys that Llama's class does not read."""
-    ignored: tuple[str, ...] = ()
-    """Keys that change other families, but not this one."""
-    switches: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `DecoderConfig` that are the same in all models of the family."""
-    written: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of a written config.json, whose defaults in transformers describe another model."""
-    full_every: int = 1
-    """Every how many layers a layer attends to all tokens, if config.json does not list the kinds of layers. 0: all layers have a window."""
-    two_ropes: bool = False
-    """Whether layers with a window have a rotation of their own."""
-    still_full: bool = False
-    """Whether layers without a window are not rotated, if other layers have a window."""
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    """The names of tensors in a layer that differ from Llama's. Parameters with the same name are stored in one tensor, one below the other. If a name
-    contains {}, each expert has a tensor of its own."""
-    neighbours: bool = False
-    """Whether the rotation pairs dimensions 2i and 2i + 1 in the file."""
 
 
 _OUTPUT_NORMS = {
@@ -267,21 +248,6 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Supported values of keys that change the network, in families that do not read the key. null is always supported."""
 
-_ORIGINAL = "original_max_position_embeddings"
-_SCALING_KINDS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
-    "longrope": (_ORIGINAL, "short_factor", "long_factor", "attention_factor"),
-}
-"""The keys of each kind of RoPE scaling in config.json. `RopeScaling` has fields with the same names, except original_max_positions for `_ORIGINAL`."""
-_ALPHA_KEYS = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-"""The keys of the scaling "dynamic" with alpha. It only changes theta."""
-_NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
-"""RoPE settings that have no effect at these values."""
-_MEANINGLESS = ("rope_type", "rope_theta", _ORIGINAL, "max_position_embeddings")
-"""RoPE settings that every kind of scaling may contain."""
-
 
 def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]:
     """Returns the content of a decoder's config.json. RoPE settings are included in the formats of both transformers 4 and 5.
@@ -319,18 +285,18 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         described["num_experts_per_tok"] = config.experts.chosen
         described |= {"norm_topk_prob": config.experts.normalize} if "norm_topk_prob" in reads else {}
     activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
-    settings = _rope_settings(rope or Rope(), reads)
+    settings = rope_settings(rope or Rope(), reads)
     if config.query_growth is not None:
-        settings["llama_4_scaling_beta"], settings[_ORIGINAL] = config.query_growth
+        settings["llama_4_scaling_beta"], settings[ORIGINAL_LENGTH] = config.query_growth
     outside = ("rope_theta", "partial_rotary_factor")
     scaling = {key: value for key, value in settings.items() if key not in outside}
     parameters = settings
     if family.two_ropes:
-        near = _rope_settings(others[0] or Rope(), reads)
+        near = rope_settings(others[0] or Rope(), reads)
         parameters = {"full_attention": settings, "sliding_attention": near}
         if "rope_local_base_freq" in reads:
             described["rope_local_base_freq"] = near["rope_theta"]
-    described |= {key: settings[key] for key in ("partial_rotary_factor", _ORIGINAL) if key in settings}
+    described |= {key: settings[key] for key in ("partial_rotary_factor", ORIGINAL_LENGTH) if key in settings}
     described |= {
         "model_type": config.family,
         "architectures": [family.architecture],
@@ -375,29 +341,29 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     values: dict[str, Any] = {
         "tie_word_embeddings": False,
         "rms_norm_eps": 1e-6,
-        **_present({"num_key_value_heads": heads}),
+        **present({"num_key_value_heads": heads}),
     }
     if isinstance(heads, int) and isinstance(width, int) and heads:
         values["head_dim"] = width // heads
-    values |= {**family.defaults, **_present(described)}
+    values |= {**family.defaults, **present(described)}
     values |= {key: None for key in _NULLABLE if key in described and described[key] is None}
     sizes = {}
     for ours, key in _fields(family).items():
         if key not in values:
             raise ValueError(f"{where} lacks the key {key!r}")
         kind = bool if ours == "tied_embeddings" else float if ours == "norm_eps" else int
-        sizes[ours] = _checked(values, key, kind, where)
+        sizes[ours] = checked(values, key, kind, where)
     found: dict[str, Any] = {**family.switches, "wrapped": outer is not described}
     for key, ours in _NUMBERS.items():
         if key in family.defaults and values[key] is not None:
-            found[ours] = _checked(values, key, float, where)
+            found[ours] = checked(values, key, float, where)
     for key, biases in _FLAGS.items():
         if key in family.defaults:
-            found |= dict.fromkeys(biases, _checked(values, key, bool, where))
+            found |= dict.fromkeys(biases, checked(values, key, bool, where))
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     found["activation"] = _ACTIVATIONS[values.get(key, "silu")]
     if "query_pre_attn_scalar" in family.defaults:
-        found["query_scale"] = _checked(values, "query_pre_attn_scalar", float, where) ** -0.5
+        found["query_scale"] = checked(values, "query_pre_attn_scalar", float, where) ** -0.5
         found["embed_scale"] = sizes["embed_dim"] ** 0.5
     try:
         if "num_experts_per_tok" in family.defaults:
@@ -438,30 +404,14 @@ def _experts(
     reads = family.defaults
     keys = [key for key in _COUNTS if key in reads]
     given = [key for key in keys if described.get(key) is not None]
-    counts = [_checked(values, key, int, where) for key in given or keys[:1]]
+    counts = [checked(values, key, int, where) for key in given or keys[:1]]
     if counts[0] != counts[-1]:
         raise ValueError(
             f"{where}: num_experts={counts[0]} and num_local_experts={counts[1]} differ; keep one"
         )
     # If a family does not read the key, it computes a softmax over the chosen experts alone, which is the same as normalized probabilities.
-    normalize = "norm_topk_prob" not in reads or _checked(values, "norm_topk_prob", bool, where)
-    return Experts(counts[0], _checked(values, "num_experts_per_tok", int, where), normalize)
-
-
-def _checked(values: Mapping[str, Any], key: str, kind: type, where: object) -> Any:
-    """Returns a value of config.json, which must be a boolean or a positive number."""
-    value = values[key]
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind or (kind is not bool and not 0 < value < math.inf):
-        needed = "true or false" if kind is bool else f"a positive {kind.__name__}"
-        raise ValueError(f"{where}: {key} is {value!r}; it must be {needed}")
-    return value
-
-
-def _present(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes keys whose value is null."""
-    return {key: value for key, value in described.items() if value is not None}
+    normalize = "norm_topk_prob" not in reads or checked(values, "norm_topk_prob", bool, where)
+    return Experts(counts[0], checked(values, "num_experts_per_tok", int, where), normalize)
 
 
 def _check_supported(described: Mapping[str, Any], family: Family, where: object) -> None:
@@ -501,19 +451,19 @@ def _layer_fields(
     """Returns the fields of `DecoderConfig` for windows and rotations."""
     layers, reads = sizes["layers"], family.defaults
     window = values["sliding_window"] if "sliding_window" in reads else None
-    window = None if window is None else _checked(values, "sliding_window", int, where)
+    window = None if window is None else checked(values, "sliding_window", int, where)
     turns = [1] * layers
     if "no_rope_layers" in reads:
-        every = _checked(values, "no_rope_layer_interval", int, where)
+        every = checked(values, "no_rope_layer_interval", int, where)
         turns = _of_each_layer(values, "no_rope_layers", layers, where) or [
             int((i + 1) % every != 0) for i in range(layers)
         ]
         if odd := [turn for turn in turns if turn not in (0, 1)]:
             raise ValueError(f"{where}: no_rope_layers has {odd[0]!r}; its entries must be 0 or 1")
-        window = window if _checked(values, "use_sliding_window", bool, where) else None
+        window = window if checked(values, "use_sliding_window", bool, where) else None
     kinds = _of_each_layer(values, "layer_types", layers, where) if "layer_types" in reads else None
     if kinds is None and "full_attention_interval" in reads:
-        every = _checked(values, "full_attention_interval", int, where)
+        every = checked(values, "full_attention_interval", int, where)
         other, *_ = _mixers(family)
         kinds = [other if (i + 1) % every else "full_attention" for i in range(layers)]
     if kinds is None and "no_rope_layers" in reads:
@@ -538,17 +488,17 @@ def _layer_fields(
     if mixers := _mixers(family):
         made["mixers"] = _mixed(kinds, mixers, values, where)
     if family.two_ropes:
-        made["ropes"] = _two_ropes(values, described, family, sizes, where)
+        made["ropes"] = two_ropes(values, described, family, sizes, where)
         made["rope_of_layer"] = tuple(map(int, sliding))
         return made
-    rope, settings = _rope(described, family, sizes, where)
+    rope, settings = rope_of(described, family, sizes, where)
     made["ropes"] = (rope,)
     if "position_embedding_type" in reads and values["position_embedding_type"] != "rope":
         made["ropes"] = (None,)
     if "llama_4_scaling_beta" in reads and "llama_4_scaling_beta" in settings:
         made["query_growth"] = (
-            _checked(settings, "llama_4_scaling_beta", float, where),
-            _checked({_ORIGINAL: sizes["max_positions"], **settings}, _ORIGINAL, int, where),
+            checked(settings, "llama_4_scaling_beta", float, where),
+            checked({ORIGINAL_LENGTH: sizes["max_positions"], **settings}, ORIGINAL_LENGTH, int, where),
         )
     still = [not turn for turn in turns]
     if family.still_full:
@@ -571,7 +521,7 @@ def _mixed(
         needed = " and ".join(map(repr, mixers))
         raise ValueError(f"{where}: layer_types must have {needed} and at least one 'full_attention'")
     others = {
-        name: mixer(**{ours: _checked(values, key, int, where) for ours, key in keys.items()})
+        name: mixer(**{ours: checked(values, key, int, where) for ours, key in keys.items()})
         for name, (mixer, keys) in mixers.items()
     }
     return tuple(others.get(kind, ATTENTION) for kind in kinds)
@@ -596,140 +546,3 @@ def _period(pattern: Any, where: object) -> int:
             f"{where}: sliding_window_pattern is {pattern!r}; it must be a positive int, or local layers and a global one, such as 'LLLG'"
         )
     return pattern
-
-
-def _two_ropes(
-    values: Mapping[str, Any], described: Mapping[str, Any], family: Family, sizes: Mapping[str, Any], where: object
-) -> tuple[Rope, Rope]:  # fmt: skip
-    """Returns the rotations of layers without and with a window."""
-    nested = _settings(described, "rope_parameters", where)
-    if not any(isinstance(part, Mapping) for part in nested.values()):
-        full = _rope(described, family, sizes, where)[0]
-        if "rope_local_base_freq" in values:
-            return full, Rope(theta=_checked(values, "rope_local_base_freq", float, where))
-        if full.theta != family.defaults["rope_theta"]:
-            raise ValueError(
-                f"{where}: rope_theta={full.theta:g} does not determine the rotation of layers with a window, because versions of transformers differ: "
-                f"write rope_parameters with full_attention and sliding_attention, or use {family.defaults['rope_theta']:g}"
-            )
-        return full, Rope(theta=full.theta)
-    kinds = ("full_attention", "sliding_attention")
-    if set(nested) != set(kinds):
-        raise ValueError(
-            f"{where}: rope_parameters has the keys {sorted(nested)}; it must have {' and '.join(kinds)}"
-        )
-    full, _ = _rope({**described, "rope_parameters": nested[kinds[0]]}, family, sizes, where)
-    near, _ = _rope({"rope_parameters": nested[kinds[1]]}, family, sizes, where)
-    return full, near
-
-
-def _rope_settings(rope: Rope, reads: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a rotation in the format of rope_parameters."""
-    settings: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
-    if "partial_rotary_factor" in reads:
-        settings["partial_rotary_factor"] = rope.share
-    if rope.scaling is not None:
-        ours = {**vars(rope.scaling), _ORIGINAL: rope.scaling.original_max_positions}
-        settings |= {"rope_type": rope.scaling.kind} | _present(
-            {key: ours.get(key) for key in _SCALING_KINDS[rope.scaling.kind]}
-        )
-    return settings
-
-
-def _rope(
-    described: Mapping[str, Any], family: Family, sizes: Mapping[str, Any], where: object
-) -> tuple[Rope, dict[str, Any]]:  # fmt: skip
-    """Returns the rotation and its settings, from rope_parameters (transformers 5), or from rope_theta and rope_scaling (transformers 4)."""
-    notations = [_settings(described, key, where) for key in ("rope_parameters", "rope_scaling")]
-    given = [rope for rope in notations if rope] or [{}]
-    found = [_completed(rope, described, family) for rope in given]
-    if found[0] != found[-1]:
-        raise ValueError(f"{where}: rope_parameters {found[0]} and rope_scaling {found[1]} differ; keep one")
-    rope = found[0]
-    kind = str(rope["rope_type"])
-    by_alpha = "alpha" in family.defaults and kind == "dynamic"
-    if kind != "default" and kind not in _SCALING_KINDS and not by_alpha:
-        raise ValueError(f"{where}: rope_type {kind!r} is not one of default, {', '.join(_SCALING_KINDS)}")
-    # config.json may contain the original context length even if its type of scaling does not use it.
-    known = {*(_ALPHA_KEYS if by_alpha else _SCALING_KINDS.get(kind, ())), *_MEANINGLESS, *_NEUTRAL}
-    known |= {*family.ignored}
-    known |= {key for key in ("llama_4_scaling_beta",) if key in family.defaults}
-    neutral = {key: value for key, value in _NEUTRAL.items() if key not in family.defaults}
-    for key, value in rope.items():
-        if key not in known or value != neutral.get(key, value):
-            raise ValueError(f"{where}: {key}={value!r} with rope_type {kind!r} is not supported")
-    needed = {"default": (), "dynamic": ("alpha",), "longrope": ("short_factor", "long_factor")}.get(
-        kind, ("factor",)
-    )
-    for key in needed:
-        if key not in rope:
-            raise ValueError(f"{where} lacks the key {key!r}, which rope_type {kind!r} needs")
-    share, theta = (
-        _checked({"partial_rotary_factor": 1.0, **rope}, key, float, where)
-        for key in ("partial_rotary_factor", "rope_theta")
-    )
-    if share > 1.0:
-        raise ValueError(f"{where}: partial_rotary_factor is {share:g}; it must be at most 1, the whole head")
-    if by_alpha:
-        theta *= _checked(rope, "alpha", float, where) ** (sizes["head_dim"] / (sizes["head_dim"] - 2))
-    made = Rope(theta=theta, share=share)
-    return replace(made, scaling=_scaling(rope, sizes, made.width(sizes["head_dim"]), where)), rope
-
-
-def _settings(described: Mapping[str, Any], key: str, where: object) -> Mapping[str, Any]:
-    """Returns the object at `key`, which is empty if the key is absent or null."""
-    found = described.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(
-            f"{where}: {key} is {found!r}; it must be an object such as {{'rope_type': 'default'}}"
-        )
-    return found
-
-
-def _completed(rope: Mapping[str, Any], described: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the RoPE settings in `rope`. Missing settings are filled in from other keys of config.json, and from defaults."""
-    inside = _present(rope)
-    old_name = inside.pop("type", "default")
-    elsewhere = _present(described.get("rope_parameters") or {}) | _present(described)
-    outside = ("rope_theta", _ORIGINAL, "partial_rotary_factor")
-    kept = {key: elsewhere[key] for key in outside if key in elsewhere}
-    defaults = {key: family.defaults[key] for key in outside if key in family.defaults}
-    return {"rope_type": old_name, "rope_theta": 10_000.0, **defaults, **kept, **inside}
-
-
-def _scaling(
-    rope: Mapping[str, Any], sizes: Mapping[str, Any], width: int, where: object
-) -> RopeScaling | None:
-    kind = str(rope["rope_type"])
-    if kind not in _SCALING_KINDS:
-        return None
-    given: dict[str, Any] = {key: rope[key] for key in _SCALING_KINDS[kind] if key in rope}
-    original = _checked({_ORIGINAL: sizes["max_positions"], **given}, _ORIGINAL, int, where)
-    given.pop(_ORIGINAL, None)
-    if kind == "longrope":
-        for key in ("short_factor", "long_factor"):
-            entries = given[key] if isinstance(given[key], list | tuple) else [given[key]]
-            given[key] = tuple(_checked({key: entry}, key, float, where) for entry in entries)
-            if len(entries) != width // 2:
-                raise ValueError(
-                    f"{where}: {key} has {len(entries)} entries, but {width // 2} pairs of dimensions are rotated"
-                )
-        return RopeScaling(
-            kind=kind,
-            factor=max(1.0, sizes["max_positions"] / original),
-            original_max_positions=original,
-            **given,
-        )
-    # An mscale of 0 means the same as no mscale.
-    numbers: dict[str, Any] = {
-        key: _checked(given, key, float, where)
-        for key in given
-        if given[key] != 0 or not key.startswith("mscale")
-    }
-    scales = [numbers.pop(key, 0.0) for key in ("mscale", "mscale_all_dim")]
-    if all(scales) and "attention_factor" not in numbers:
-        over, under = (0.1 * scale * math.log(numbers["factor"]) + 1.0 for scale in scales)
-        numbers["attention_factor"] = over / under
-    if kind != "linear":
-        numbers["original_max_positions"] = original
-    return RopeScaling(kind=kind, **numbers)

@@ -191,13 +191,8 @@ def room_for_cache(
     # During chunked prefill, keys and values of the context are stored both in the compute dtype and in the dtype of the cache.
     width = -(-spec.capacity // shape.width) * shape.width
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4 + state
-    sizes = spec.page_sizes(
-        mesh,
-        kind,
-        by_table,
-        holders=spec.slots,
-        call_tokens=spec.steps_per_call + FEED_TOKENS * spec.has_turns,
-    )
+    call_tokens = spec.steps_per_call + FEED_TOKENS * spec.has_turns
+    sizes = spec.page_sizes(mesh, kind, by_table, holders=spec.slots, call_tokens=call_tokens)
     all_slots = spec.slots // spread * sizes.held_bytes(spec.capacity, by_table)
     if not spec.in_flight and shape.longest <= shape.width and room - rows >= all_slots:
         return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used

@@ -97,14 +97,14 @@ class Prefill:
             program = partial(self._layer_program, stack)
             return jax.jit(program, donate_argnums=(1, 2), out_shardings=(whole, kept, whole))
 
-        of_stack = dict(zip((name for name, _ in config.places), config.states, strict=True))
-        sharded = {name: buffer if isinstance(state, Paged) else row for name, state in of_stack.items()}
-        self._layer = {name: layer(name, row) for name in of_stack}
+        self._states = dict(zip((name for name, _ in config.places), config.states, strict=True))
+        sharded = {name: buffer if isinstance(state, Paged) else row for name, state in self._states.items()}
+        self._layer = {name: layer(name, row) for name in self._states}
         """The program of each stack for rows, and below, the programs for a chunk, for the state before the first chunk, and for the state after the last."""
         self._part = {name: layer(name, kept) for name, kept in sharded.items()}
         self._empty = {
             name: jax.jit(partial(self._empty_program, state), out_shardings=sharded[name])
-            for name, state in of_stack.items()
+            for name, state in self._states.items()
         }
         self._kept = jax.jit(self._kept_program, out_shardings=row)
         self._head = jax.jit(self._head_program, out_shardings=whole)
@@ -136,7 +136,6 @@ class Prefill:
         made: dict[str, Callable[[], Lowered]] = {}
         prefixes, ends = dict[str, Prefix](), params["ends"]
         of_stack = dict(zip((name for name, _ in self._config.places), params["layers"], strict=True))
-        states = dict(zip((name for name, _ in self._config.places), self._config.states, strict=True))
         row_prompts, width = self.shape.row_prompts, self.shape.width
         used = {"row": 1, "rows": self.shape.rows} if self.shape.rows > 1 else {"row": 1}
         if (self._room if again else self.shape.longest) > width:
@@ -161,7 +160,7 @@ class Prefill:
                 arguments = weights, x, before, rope, segments, number, data, segments, one
                 made[f"prefill_{name}{suffix}"] = partial(layer.lower, *arguments, **forced)
                 _, kept[stack], _ = layer.eval_shape(*arguments, **forced)
-                if name == "part" and isinstance(states[stack], Paged):
+                if name == "part" and isinstance(self._states[stack], Paged):
                     made[f"prefill_kept{suffix}"] = partial(self._kept.lower, before)
                     kept[stack] = self._kept.eval_shape(before)
             if name != "part":
