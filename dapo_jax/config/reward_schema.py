@@ -123,5 +123,7 @@ class WorkersConfig(Section, at="workers"):
         return self._with_defaults(ENVIRONMENT_WORKERS)
 
     def _with_defaults(self, usual: Workers) -> Workers:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return usual._replace(**given)
+        count, timeout_s = self.count, self.timeout_s
+        return Workers(
+            usual.count if count is None else count, usual.timeout_s if timeout_s is None else timeout_s
+        )

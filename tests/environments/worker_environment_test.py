@@ -111,7 +111,7 @@ def test_a_row_arrives_as_it_is_with_arrays_and_tuples_as_lists(scripted):
     [lost] = verdicts(scripted, refused, 1)
     lists = {"tags": ["ä", "\ud800"], "matrix": [[1.0, 0.0], [0.0, 1.0]]}
     assert found == {"prompt": "q", "answer": "a", **row, "n": 5, **lists}
-    assert re.search(r"'raw' .*environment\.workers=0", lost.reason)
+    assert re.search(r"'raw' .*workers\.count=0", lost.reason)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_a_call_holds_all_that_a_reward_function_may_read():
 
 @pytest.mark.parametrize("value", [{1, 2}, {3: "an integer's name would become a text"}, b"bytes"])
 def test_a_row_that_json_would_change_is_refused(value):
-    with pytest.raises(TypeError, match=r"field 'tags' .*reward\.workers=0"):
+    with pytest.raises(TypeError, match=r"field 'tags' .*workers\.count=0"):
         call_of([sample("34", row={"tags": [value]})])
 
 

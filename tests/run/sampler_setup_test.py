@@ -100,9 +100,7 @@ def sampler_of(model):
     def make(slots, *, in_flight=0, **sampling):
         mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
         policy = load_policy(ModelConfig(source=model), mesh=mesh)
-        config = SamplingConfig(
-            slots=slots, page_tokens=4, max_response_tokens=16, steps_per_call=3, **sampling
-        )
+        config = SamplingConfig(slots=slots, page_tokens=4, max_response_tokens=16, **sampling)
         spec = SamplerSpec(
             sampling=config, max_prompt_tokens=8, compute_dtype="float32", group_size=2, in_flight=in_flight
         )

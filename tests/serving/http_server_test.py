@@ -30,6 +30,7 @@ from dapo_jax.rewards.judge import Judge
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.serving import http_connections
 from dapo_jax.serving.http_server import HttpServer, is_loopback
 from dapo_jax.serving.request_loop import RequestLoop
@@ -88,9 +89,8 @@ def transfer():
 
 @pytest.fixture(scope="module")
 def engine():
-    return WatchedEngine(
-        CONFIG, slots=SLOTS, capacity=LONGEST + LIMIT, steps_per_call=4, stop_ids=TOKENIZER.stop_ids, mesh=MESH
-    )  # fmt: skip
+    spec = EngineSpec(slots=SLOTS, capacity=LONGEST + LIMIT, steps_per_call=4, stop_ids=TOKENIZER.stop_ids)
+    return WatchedEngine(CONFIG, MESH, spec)
 
 
 @pytest.fixture(scope="module")

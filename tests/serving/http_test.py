@@ -127,9 +127,9 @@ def test_every_option_reaches_the_loop(policies, monkeypatch):
     made = []
 
     class Noted(DecoderEngine):
-        def __init__(self, config, **options):
-            made.append(options)
-            super().__init__(config, **options)
+        def __init__(self, config, mesh, spec):
+            made.append(vars(spec))
+            super().__init__(config, mesh, spec)
 
     monkeypatch.setattr(serving, "DecoderEngine", Noted)
     monkeypatch.setattr(serving, "compile_sampling", lambda *_: None)
