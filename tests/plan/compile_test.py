@@ -78,7 +78,7 @@ def test_sizes_that_are_known_are_checked_before_anything_compiles():
 def test_every_program_of_a_step_compiles_and_fits(compiled):
     assert [program.name for program in compiled.programs] == [
         "init", "generate", "release",
-        "prefill_row_embed", "prefill_row", "prefill_row_head", "prefill_rows_embed", "prefill_rows", "prefill_rows_head",
+        "prefill_row", "prefill_row_embed", "prefill_row_head", "prefill_rows", "prefill_rows_embed", "prefill_rows_head",
         "fill_row", "insert_row", "fill_rows", "insert_rows", "transfer", "transfer_ends", "update_begin", "update_add_longest", "update_apply", "score",
     ]  # fmt: skip
     assert compiled.fits
