@@ -115,15 +115,13 @@ class WorkersConfig(Section, at="workers"):
     @property
     def of_graders(self) -> Workers:
         """The workers of each grader."""
-        return self._with_defaults(GRADER_WORKERS)
+        return self._with_defaults(*GRADER_WORKERS)
 
     @property
     def of_environment(self) -> Workers:
         """The workers of an environment."""
-        return self._with_defaults(ENVIRONMENT_WORKERS)
+        return self._with_defaults(*ENVIRONMENT_WORKERS)
 
-    def _with_defaults(self, usual: Workers) -> Workers:
-        count, timeout_s = self.count, self.timeout_s
-        return Workers(
-            usual.count if count is None else count, usual.timeout_s if timeout_s is None else timeout_s
-        )
+    def _with_defaults(self, count: int, timeout_s: float) -> Workers:
+        count = count if self.count is None else self.count
+        return Workers(count, timeout_s if self.timeout_s is None else self.timeout_s)
