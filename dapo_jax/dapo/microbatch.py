@@ -50,7 +50,7 @@ class Microbatch:
     selected: Bool[Array, "rows seq"] | Any = None
     """True on the tokens that `loss.select` selects. None until `Updater.prepare` fills it in, and always with `loss.select=all`."""
     recorded: Mapping[str, Any] | Any
-    """The other values that the sampler recorded for each token, by their names in `VALUES`, as arrays [rows, seq, *shape]. For example, the decoder uses `routes`
+    """The other values that the sampler recorded for each token, by their names in `VALUES`, as arrays `[rows, seq, *shape]`. For example, the decoder uses `routes`
     instead of its own choice of experts."""
 
     @property
