@@ -49,8 +49,8 @@ def gspo_loss(
     Options: `clip_ratio_low` and `clip_ratio_high`, the distances of the clip from 1.
     """
     tokens, _, _, log_ratio, advantages = _cleaned(logprobs, old_logprobs, advantages, mask)
-    ratio = jnp.exp(response_mean(log_ratio, mask, segment_ids))
-    return _clipped(tokens, weights, ratio, advantages, clip_ratio_low, clip_ratio_high)
+    sequence_ratio = jnp.exp(response_mean(log_ratio, mask, segment_ids))
+    return _clipped(tokens, weights, sequence_ratio, advantages, clip_ratio_low, clip_ratio_high)
 
 
 def gspo_token_loss(
@@ -66,8 +66,8 @@ def gspo_token_loss(
     """
     tokens, live, _, log_ratio, advantages = _cleaned(logprobs, old_logprobs, advantages, mask)
     mean = lax.stop_gradient(response_mean(log_ratio, mask, segment_ids))
-    ratio = jnp.exp(jnp.minimum(mean + (live - lax.stop_gradient(live)), 10.0))
-    return _clipped(tokens, weights, ratio, advantages, clip_ratio_low, clip_ratio_high)
+    sequence_ratio = jnp.exp(jnp.minimum(mean + (live - lax.stop_gradient(live)), 10.0))
+    return _clipped(tokens, weights, sequence_ratio, advantages, clip_ratio_low, clip_ratio_high)
 
 
 def gmpo_loss(

@@ -217,7 +217,7 @@ class GroupSampling:
                 places.leave(ended)
                 for ordinal in whole:
                     self._grade(ordinal, collector)
-                groups = self._verdicts(due, collector)
+                groups = self._await_verdicts(due, collector)
                 for group in groups:
                     collector.end_group(group)
                 yield from groups
@@ -250,7 +250,7 @@ class GroupSampling:
             if begun is not None:
                 self._pending[ordinal] = begun
 
-    def _verdicts(self, due: Sequence[int], collector: Collector) -> list[Group]:
+    def _await_verdicts(self, due: Sequence[int], collector: Collector) -> list[Group]:
         """Waits for the verdicts that are due, and returns their graded groups in every process."""
         if not due:
             return []

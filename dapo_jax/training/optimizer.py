@@ -83,7 +83,7 @@ def _with_experts_first(rule: optax.GradientTransformation) -> optax.GradientTra
 
 
 def linear_warmup(learning_rate: float, *, step: int, warmup_steps: int) -> float:
-    """Returns the learning rate of rollout step `step`, counted from 1. The rate grows linearly over `warmup_steps` steps and then stays constant.
+    """Returns the learning rate of rollout step `step`, counted from 1, by the schedule of a run. The rate grows linearly over `warmup_steps` steps and then stays constant.
 
     >>> [linear_warmup(1.0, step=step, warmup_steps=4) for step in (1, 2, 4, 9)], linear_warmup(1.0, step=1, warmup_steps=0)
     ([0.25, 0.5, 1.0, 1.0], 1.0)
