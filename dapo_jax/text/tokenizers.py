@@ -11,13 +11,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int32
 
-from dapo_jax.storage import file_bytes, files_of, path_of
+from dapo_jax.storage import file_bytes, path_of
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.huggingface import ByteTokenizer, CharTokenizer, HuggingFaceTokenizer
 from dapo_jax.text.plain_json import read_object
 from dapo_jax.text.special_tokens import Before
 
-_FILE_NAME, _TEMPLATE_NAME = "tokenizer.json", "chat_template.jinja"
+_FILE_NAME = "tokenizer.json"
 
 
 @runtime_checkable
@@ -101,30 +101,24 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """Loads the tokenizer from a model folder that `save_tokenizer` or a Hugging Face library has written.
 
     Raises:
-        ValueError: tokenizer.json is missing, is not JSON, or has an unknown type.
+        ValueError: tokenizer.json is missing, is not JSON, or does not have the format of Hugging Face tokenizers.
     """
     path = path_of(folder) / _FILE_NAME
     try:
         described = read_object(file_bytes(path), path)
-        if isinstance(described.get("model"), dict):
-            return HuggingFaceTokenizer.load(folder)
-        template = files_of(path.parent, (_TEMPLATE_NAME,)).get(_TEMPLATE_NAME)
     except OSError as error:
         raise ValueError(
             f"cannot read a tokenizer from {path}: {error.strerror or error}; a model folder needs this file. If the folder has an older "
             "format, convert it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         ) from error
-    kind = described.get("type")
-    name = str(path.parent / _TEMPLATE_NAME)
-    chat_template = None if template is None else ChatTemplate(template, name=name)
-    if kind == "dapo_jax.byte":
-        return ByteTokenizer(chat_template=chat_template)
-    if kind != "dapo_jax.char":
-        raise ValueError(
-            f"{path} has the tokenizer type {kind!r}; the known types are 'dapo_jax.byte' and 'dapo_jax.char', and a "
-            "Hugging Face tokenizer has a 'model' instead"
-        )
-    return CharTokenizer(str(described.get("alphabet", "")), chat_template=chat_template)
+    if isinstance(described.get("model"), dict):
+        return HuggingFaceTokenizer.load(folder)
+    kind, alphabet = (described.get(name) for name in ("type", "alphabet"))
+    former = {"dapo_jax.byte": "ByteTokenizer()", "dapo_jax.char": f"CharTokenizer({alphabet!r})"}
+    remedy = f"; to convert it, call save_tokenizer({former[kind]}, FOLDER)" if kind in former else ""
+    raise ValueError(
+        f"{path} has the tokenizer type {kind!r}, but needs a 'model', as Hugging Face tokenizers have{remedy}"
+    )
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -32,7 +32,7 @@ NOT_HERE = {
     "cd": "a command of the shell, to enter the clone",
     "export": "a command of the shell, to set a variable for the commands that follow",
     "gcloud": "Google's client, which asks a service",
-    "vf-eval": "verifiers' command; tests/serving/http_verifiers_test.py runs it if it is installed",
+    "vf-eval": "verifiers' command, which is not a dependency",
     "lm_eval": "lm-eval's command; tests/serving/http_server_test.py reads an answer as lm-eval does",
     "sky": "SkyPilot's client, which rents machines; tests/launch/skypilot_test.py runs the commands of its file",
     "hf": "the hub's client, which would fetch 65 GB",

@@ -68,11 +68,9 @@ ALPHABETS = ["0123456789+=:,?", "0123456789-:?<>", 'é"\\\n 中']
 
 @pytest.mark.parametrize("alphabet", ALPHABETS)
 def test_the_ids_of_characters_follow_the_padding_and_the_end_token(alphabet, tmp_path):
-    """Id 2 + place in the alphabet, also in a folder of the former format, and after saving. No special token can be spelled."""
-    former = {"type": "dapo_jax.char", "alphabet": alphabet}
-    write(tmp_path / "former", {"tokenizer.json": json.dumps(former).encode()})
-    save_tokenizer(CharTokenizer(alphabet), tmp_path / "now")
-    for tokenizer in (CharTokenizer(alphabet), *map(load_tokenizer, (tmp_path / "former", tmp_path / "now"))):
+    """Id 2 + place in the alphabet, also after saving. No special token can be spelled."""
+    save_tokenizer(CharTokenizer(alphabet), tmp_path)
+    for tokenizer in (CharTokenizer(alphabet), load_tokenizer(tmp_path)):
         assert tokenizer.encode(alphabet).tolist() == list(range(2, 2 + len(alphabet)))
         assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.stop_ids) == (0, 1, (1,))
         assert tokenizer.vocab_size == 2 + len(alphabet)
@@ -114,17 +112,29 @@ def test_saved_tokenizer_comes_back_equal(tokenizer, tmp_path):
     assert load_tokenizer(tmp_path / "model") == tokenizer
 
 
-@pytest.mark.parametrize("kind", ["dapo_jax.byte", "dapo_jax.char"])
-def test_a_folder_s_chat_template_is_read_and_written_back(kind, tmp_path):
-    write(tmp_path / "a", {"tokenizer.json": json.dumps({"type": kind, "alphabet": "1+2"}).encode()})
+@pytest.mark.parametrize("kind", ["byte", "char"])
+def test_a_former_tokenizer_is_refused_and_the_call_in_the_message_converts_it(kind, tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"type": f"dapo_jax.{kind}", "alphabet": "1+2"}))
+    with pytest.raises(
+        ValueError, match=rf"tokenizer\.json has the tokenizer type 'dapo_jax\.{kind}'"
+    ) as refused:
+        load_tokenizer(tmp_path)
+    call = str(refused.value).partition("call ")[2]
+    eval(call, {**globals(), "FOLDER": tmp_path})
+    assert load_tokenizer(tmp_path) == (ByteTokenizer() if kind == "byte" else CharTokenizer("1+2"))
+
+
+def test_a_folder_s_chat_template_is_read_and_written_back(tmp_path):
+    template = b"{{ messages[0].content }}+\r\n"
+    save_tokenizer(SUMS, tmp_path / "a")
     assert load_tokenizer(tmp_path / "a").chat_template is None
-    write(tmp_path / "a", {"chat_template.jinja": b"{{ messages[0].content }}+\r\n"})
-    tokenizer = load_tokenizer(tmp_path / "a")
-    save_tokenizer(tokenizer, tmp_path / "b")
+    write(tmp_path / "a", {"chat_template.jinja": template})
+    save_tokenizer(load_tokenizer(tmp_path / "a"), tmp_path / "b")
     for folder in ("a", "b"):
-        template = load_tokenizer(tmp_path / folder).chat_template
-        assert template.render([{"role": "user", "content": "1"}]) == "1+"
-        assert (tmp_path / folder / "chat_template.jinja").read_bytes() == b"{{ messages[0].content }}+\r\n"
+        rendered = load_tokenizer(tmp_path / folder).chat_template.render([{"role": "user", "content": "1"}])
+        assert rendered == "1+"
+        assert (tmp_path / folder / "chat_template.jinja").read_bytes() == template
     write(tmp_path / "a", {"chat_template.jinja": b"\xff"})
     with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8"):
         load_tokenizer(tmp_path / "a")
@@ -138,8 +148,8 @@ def test_a_model_may_have_more_rows_than_the_tokenizer_ids_but_not_fewer():
 
 
 def test_the_ids_of_bytes_follow_the_padding_and_the_end_token(tmp_path):
-    """Id 2 + byte, also in a folder of the former format. U+10FFFF is F4 8F BF BF in UTF-8."""
-    write(tmp_path, {"tokenizer.json": b'{"type": "dapo_jax.byte"}'})
+    """Id 2 + byte, also after saving. U+10FFFF is F4 8F BF BF in UTF-8."""
+    save_tokenizer(ByteTokenizer(), tmp_path)
     for tokenizer in (ByteTokenizer(), load_tokenizer(tmp_path)):
         for text in ("\0 \x7f\n<|PAD|>", "é中🙂\U0010ffff"):
             assert tokenizer.encode(text).tolist() == [2 + byte for byte in text.encode()]
