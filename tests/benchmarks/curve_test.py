@@ -6,18 +6,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.curve import RESULTS, configuration, settings, show
-from benchmarks.workload import exact_reward
-from dapo_jax.dapo.overlong import overlong_penalty
-from dapo_jax.rewards.graders import exact_grader
-
-
-@pytest.mark.parametrize("text", ["=132", "7+5=12=132", "=131", "132", "", "=", "=132=", " 132\n"])
-@pytest.mark.parametrize("tokens", [1, 32, 33, 40, 48])
-@pytest.mark.parametrize("marker", ["=", ""])
-def test_the_reward_equals_the_grader_and_the_penalty(text, tokens, marker):
-    shaped = overlong_penalty(tokens, max_response_tokens=48, buffer_tokens=16)
-    expected = (1.0 if exact_grader(marker)(text, "132").correct else -1.0) + shaped
-    assert exact_reward(text, "132", tokens=tokens, limit=48, buffer=16, marker=marker) == expected
 
 
 def test_the_prompts_of_trl_are_the_prompts_of_our_run():
