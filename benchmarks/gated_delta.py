@@ -29,7 +29,7 @@ from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.interface import Insertion
-from dapo_jax.sampling.pages import Pages
+from dapo_jax.sampling.page_tables import Pages
 
 SLOTS, STEPS = 4, 16
 

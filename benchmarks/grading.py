@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import report
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import GRADERS, Sample
-from dapo_jax.rewards.pool import GradingPool
+from dapo_jax.rewards.grading_pool import GradingPool
 
 CHARACTERS = 2000
 TIMEOUT_S, WORKERS = 5.0, 2

@@ -233,8 +233,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="programs whose names begin with these words")
     arguments = parser.parse_args()
     from dapo_jax.config import load_config
+    from dapo_jax.plan.decoder import decoder_of
     from dapo_jax.plan.programs import Programs
-    from dapo_jax.plan.sizes import decoder_of
     from dapo_jax.plan.topologies import devices_of, parse
     from dapo_jax.plan.workload import Assumptions, workload_of
     from dapo_jax.run.sources import lora_of

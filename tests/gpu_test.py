@@ -65,8 +65,8 @@ def run_an_update(path):
     """Compiles the gradient of a configuration for this device with a run's settings, and runs it on zeros. Returns its memory as the device reports it."""
     from dapo_jax.parallel import gpu_settings
     from dapo_jax.plan import topologies
+    from dapo_jax.plan.decoder import decoder_of
     from dapo_jax.plan.programs import Programs
-    from dapo_jax.plan.sizes import decoder_of
     from dapo_jax.plan.workload import Assumptions, workload_of
 
     gpu_settings.apply()

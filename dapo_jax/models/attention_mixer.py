@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import causal_attention, part_attention
-from dapo_jax.models.kinds import (
+from dapo_jax.models.layer_kinds import (
     Attend,
     DecodingStep,
     Mixer,

@@ -20,9 +20,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.dapo.tokens import NO_ROUTE
+from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.experts import as_stored
-from dapo_jax.models.kinds import Attend, LayerKind, Parameter, TrainingRows, norm
-from dapo_jax.models.layout import Layout
+from dapo_jax.models.layer_kinds import Attend, LayerKind, Parameter, TrainingRows, norm
 from dapo_jax.models.lora import adapter
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.projections import Projections, rms_norm, rope_tables, with_offset

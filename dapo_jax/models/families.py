@@ -21,7 +21,7 @@ from dapo_jax.models.config_json import (
 )
 from dapo_jax.models.experts import Experts
 from dapo_jax.models.gated_delta import GatedDelta
-from dapo_jax.models.kinds import Mixer
+from dapo_jax.models.layer_kinds import Mixer
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
 

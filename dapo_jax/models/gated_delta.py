@@ -21,7 +21,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.kinds import Attend, DecodingStep, Fixed, Mixer, Parameter, PrefillPart, TrainingRows
+from dapo_jax.models.layer_kinds import (
+    Attend,
+    DecodingStep,
+    Fixed,
+    Mixer,
+    Parameter,
+    PrefillPart,
+    TrainingRows,
+)
 from dapo_jax.models.projections import rms_norm
 from dapo_jax.models.rope import RopeTables
 from dapo_jax.numerics.segments import looked_up

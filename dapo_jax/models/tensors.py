@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 
 from dapo_jax.models.decoder import Decoder, end_parameters, is_apart, stacks_of, unstacked
 from dapo_jax.models.families import FAMILIES
-from dapo_jax.models.kinds import LayerKind, Parameter
+from dapo_jax.models.layer_kinds import LayerKind, Parameter
 from dapo_jax.models.lora import LORA_PARTS, parted
 from dapo_jax.models.presets import DecoderConfig, preset
 

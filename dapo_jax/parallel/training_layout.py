@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Int, PyTree
 from dapo_jax.dapo.logprobs import chunked_logprobs
 from dapo_jax.models.attention import Near, row_attention
 from dapo_jax.models.cudnn import packed, packed_attention
+from dapo_jax.models.device_layout import Layout, Matrices, Mixture
 from dapo_jax.models.kernels import splash_attention, splash_kernel
-from dapo_jax.models.layout import Layout, Matrices, Mixture
 from dapo_jax.numerics.precision import WeightSharding, gathered
 from dapo_jax.numerics.quantization import Quantized
 from dapo_jax.numerics.segments import looked_up

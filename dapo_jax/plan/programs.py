@@ -17,9 +17,9 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import AnyDevice, Meshes
+from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.memory import Resident
 from dapo_jax.plan.roofline import item, prefill_shape_of
-from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.workload import MeshSizes, Workload
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.build import rollout_sampler
@@ -28,7 +28,7 @@ from dapo_jax.run.meshes import meshes_of
 from dapo_jax.run.policy import Policy, frozen_structs
 from dapo_jax.run.sampler_programs import sharing
 from dapo_jax.run.sampler_setup import prefix_bytes
-from dapo_jax.run.teacher import teacher_model, teacher_of
+from dapo_jax.run.teacher_setup import teacher_model, teacher_of
 from dapo_jax.run.training_pass import for_mesh
 from dapo_jax.run.updater_setup import has_reference, objective_of, updater_of
 from dapo_jax.sampling.decoding import decoding

@@ -10,10 +10,10 @@ from typing import Any
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.plan.compiled import needed_bytes
+from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.memory import together
 from dapo_jax.plan.plan import Plan, plan
 from dapo_jax.plan.roofline import item
-from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology, devices_of
 from dapo_jax.plan.workload import Assumptions
 

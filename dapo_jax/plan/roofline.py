@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.compiled import Program
-from dapo_jax.plan.sizes import decoder_of
+from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
 from dapo_jax.run.sampler_setup import rollout_spec
-from dapo_jax.run.teacher import teacher_of
+from dapo_jax.run.teacher_setup import teacher_of
 from dapo_jax.run.updater_setup import has_reference, objective_of
-from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.prefill import program_suffix
 from dapo_jax.sampling.prompt_packing import PrefillShape
 

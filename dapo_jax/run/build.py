@@ -46,7 +46,7 @@ from dapo_jax.run.resume_point import (
 )
 from dapo_jax.run.sampler_setup import rollout_spec
 from dapo_jax.run.sources import tokenizer_of
-from dapo_jax.run.teacher import load_teacher, teacher_model
+from dapo_jax.run.teacher_setup import load_teacher, teacher_model
 from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.run.updater_setup import has_reference, objective_of, recorded_values, routes_note, updater_of
 from dapo_jax.sampling.caches import without_kernel

@@ -23,8 +23,8 @@ from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, Submit, load_reward
 from dapo_jax.rewards.graders import ROW_GRADERS, kimi_length
 from dapo_jax.rewards.grading import Grading, Part, immediately, part_names, weighted_sum
+from dapo_jax.rewards.grading_pool import GradingPool
 from dapo_jax.rewards.judge import Judge
-from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings

@@ -26,8 +26,8 @@ from dapo_jax.config import (
 from dapo_jax.config.keys import prefixed
 from dapo_jax.models.adapter_folder import save_adapter
 from dapo_jax.models.decoder import WHOLE, Decoder, graph_of, is_apart, unstacked
+from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.folder import load_model, save_model
-from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import LoraShape, parted, rounded_to
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import (

@@ -17,7 +17,7 @@ from dapo_jax.run.sampler_programs import compile_sampling, engine_of, transfer_
 from dapo_jax.sampling.caches import token_bytes
 from dapo_jax.sampling.engine import FEED_TOKENS
 from dapo_jax.sampling.engine_spec import EngineSpec, batch_devices
-from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 

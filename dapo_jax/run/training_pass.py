@@ -14,8 +14,8 @@ from dapo_jax.dapo.advantages import Advantages
 from dapo_jax.dapo.batching import example_weights, split_minibatches, training_examples, turn_advantages
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Group
+from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.kernels import SPLASH_TOKENS
-from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES, AnyDevice
 from dapo_jax.parallel.training_layout import layout_of

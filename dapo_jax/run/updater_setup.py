@@ -14,7 +14,7 @@ from dapo_jax.config.keys import named, prefixed
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
 from dapo_jax.dapo.tokens import NO_ROUTE, Shapes
 from dapo_jax.models.decoder import graph_of
-from dapo_jax.models.layout import Layout
+from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.lora import parted
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from dapo_jax.models.kinds import Paged
+from dapo_jax.models.layer_kinds import Paged
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.sampling import cache, gpu_cache, paged_cache, tpu_cache
 from dapo_jax.sampling.cache import DENSE, Cache
-from dapo_jax.sampling.pages import PageSizes, slot_pages
+from dapo_jax.sampling.page_tables import PageSizes, slot_pages
 
 Kind = Literal["slots", "pages", "tpu", "gpu"]
 """`slots`: a dense cache, in which every slot has room for the longest sequence. `pages`: a paged cache built from XLA operations. `tpu`, `gpu`: a paged cache with a

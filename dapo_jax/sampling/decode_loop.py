@@ -19,7 +19,7 @@ from dapo_jax.dapo.rollouts import FinishReason
 from dapo_jax.dapo.tokens import Tokens, values_of
 from dapo_jax.sampling.decoding import Decoding, decoding_of_slots
 from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
-from dapo_jax.sampling.pages import Fill
+from dapo_jax.sampling.page_tables import Fill
 from dapo_jax.sampling.requests import NOTHING, Reading, Request, StopRule
 from dapo_jax.sampling.slots import Slots
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.decoder import Block, EmbeddingAndHead
-from dapo_jax.models.kinds import DecodingStep, Paged
+from dapo_jax.models.layer_kinds import DecodingStep, Paged
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.projections import rope_tables
 from dapo_jax.models.rope import RopeTables

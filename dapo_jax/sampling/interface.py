@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
 from dapo_jax.sampling.decoding import Decoding
-from dapo_jax.sampling.pages import Fill, PageSizes
+from dapo_jax.sampling.page_tables import Fill, PageSizes
 
 
 @jax.tree_util.register_dataclass

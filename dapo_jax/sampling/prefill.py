@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.decoder import Block, EmbeddingAndHead
-from dapo_jax.models.kinds import Fixed, Paged, PrefillPart
+from dapo_jax.models.layer_kinds import Fixed, Paged, PrefillPart
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.projections import rope_tables
 from dapo_jax.models.rope import RopeTables

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from dapo_jax.sampling.interface import Engine
-from dapo_jax.sampling.pages import Fill, Pages, pages_for
+from dapo_jax.sampling.page_tables import Fill, Pages, pages_for
 from dapo_jax.sampling.requests import Request
 
 SPARE_PAGES = 2

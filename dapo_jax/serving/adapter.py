@@ -19,7 +19,7 @@ from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.engine import DecoderEngine, DecodeState
 from dapo_jax.sampling.interface import Insertion
-from dapo_jax.sampling.pages import Pages
+from dapo_jax.sampling.page_tables import Pages
 from dapo_jax.serving.text import decoded
 from dapo_jax.text.stop_strings import stop_ids
 from dapo_jax.text.tokenizers import Tokenizer

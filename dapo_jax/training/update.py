@@ -22,12 +22,12 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
 from dapo_jax.dapo.corrections import drop_off_policy, importance_weights
+from dapo_jax.dapo.distillation import teacher_advantages, teacher_divergence
 from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 from dapo_jax.dapo.objectives import ARRAYS, wanted
 from dapo_jax.dapo.selections import SELECTIONS
-from dapo_jax.dapo.teacher import teacher_advantages, teacher_divergence
 from dapo_jax.dapo.tokens import NO_ROUTE, Shapes
 from dapo_jax.hints import nearest
 from dapo_jax.models.decoder import in_tuples, is_apart

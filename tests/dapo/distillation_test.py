@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.distillation import teacher_advantages
 from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.objectives import dppo_loss
-from dapo_jax.dapo.teacher import teacher_advantages
 
 FIXTURES = np.load(Path(__file__).parent / "fixtures" / "distillation.npz")
 SEEDS = ("s0", "s1")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.rewards.pool_test import assert_ends, lives
 
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.environments import Episodes, load_environment
@@ -18,7 +19,6 @@ from dapo_jax.environments.worker_environment import WorkerEnvironment
 from tests.environments.playing import TOKENIZER, drawn
 from tests.environments.playing import verdicts_of as verdicts
 from tests.environments.scripted import Scripted
-from tests.rewards.pool_test import assert_ends, lives
 
 HERE = Path(__file__)
 SCRIPTED = HERE.with_name("scripted.py")
@@ -188,7 +188,7 @@ def test_closing_closes_episodes_and_ends_the_processes(tmp_path):
     ("text", "lost", "reason"),
     [
         ("kill", "died", "SIGKILL"),
-        # Slow: waits for a timeout or another worker. "kill" ends a worker, too; tests/rewards/pool_test.py has a worker that hangs.
+        # Slow: waits for a timeout or another worker. "kill" ends a worker, too; tests/rewards/grading_pool_test.py has a worker that hangs.
         pytest.param("hold", "timeout", "within 2 s", marks=pytest.mark.slow),
         pytest.param("exit", "died", "exit status 3", marks=pytest.mark.slow),
     ],

@@ -11,11 +11,11 @@ pytest.importorskip("libtpu", reason="the extra tpu")
 
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
+from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.output import show_verdict
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.remedies import suggestions
-from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.run.sources import with_adapters

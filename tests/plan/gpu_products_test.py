@@ -12,8 +12,8 @@ pytest.importorskip("jax_cuda12_plugin", reason="the extra cuda-plan")
 
 from dapo_jax import chunked_logprobs
 from dapo_jax.config import load_config
+from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.programs import Programs
-from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.plan.workload import Assumptions, workload_of
 from tests.plan.products import compiled_products, lowered_products

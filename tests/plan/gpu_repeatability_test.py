@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from dapo_jax.config import load_config
-from dapo_jax.models import layout
 from dapo_jax.numerics.segments import looked_up
 from dapo_jax.parallel.gpu_settings import FLAGS
+from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.programs import Programs
-from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.sampling import cache
@@ -98,7 +97,7 @@ def test_the_places_of_new_keys_and_values_are_different(dtype):
 @pytest.mark.parametrize("plain", [False, True])
 def test_an_update_with_the_plain_gradient_of_the_embedding_is_found(plain, monkeypatch):
     if plain:
-        monkeypatch.setattr(layout, "looked_up", lambda table, index: table[index])
+        monkeypatch.setattr(device_layout, "looked_up", lambda table, index: table[index])
     config = load_config("quickstart")
     made = devices_of(parse("h100:1"))
     programs = Programs(

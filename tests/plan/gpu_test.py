@@ -15,9 +15,9 @@ from dapo_jax.models.cudnn import packed_attention
 from dapo_jax.parallel.gpu_settings import FLAGS
 from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.compiled import compile_program
+from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.programs import Programs
-from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import devices_of, here, parse
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.run.sources import lora_of

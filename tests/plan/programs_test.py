@@ -6,9 +6,9 @@ import pytest
 from dapo_jax.config import load_config
 from dapo_jax.models.presets import preset
 from dapo_jax.plan.compiled import ProgramMemory
+from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.memory import phases, together
 from dapo_jax.plan.programs import Programs
-from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.testing import tiny_params
 

@@ -8,7 +8,7 @@ import pytest
 
 from dapo_jax.rewards import TEXT_RULES, grade_function, graders
 from dapo_jax.rewards.graders import GRADERS, exact_grader
-from dapo_jax.rewards.pool import GradingPool
+from dapo_jax.rewards.grading_pool import GradingPool
 from tests.rewards.samples import samples
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from dapo_jax.config import ConfigError, LoraConfig, ModelConfig, SftConfig, to_yaml
 from dapo_jax.doctor.subject import Subject
-from dapo_jax.plan.sizes import decoder_of
+from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.run.meshes import mesh_of
 from dapo_jax.run.policy import find_policy, load_policy
 from dapo_jax.run.resume_point import IDENTITY, check_identity, identity_of

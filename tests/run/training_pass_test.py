@@ -14,7 +14,7 @@ from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.corrections import importance_weights
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
-from dapo_jax.models.layout import Layout
+from dapo_jax.models.device_layout import Layout
 from dapo_jax.parallel.mesh import Absent, make_mesh
 from dapo_jax.parallel.training_layout import MeshLayout
 from dapo_jax.run.training_pass import StepBatches, for_mesh, training_pass

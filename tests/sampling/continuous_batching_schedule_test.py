@@ -13,7 +13,7 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.slots import Slots
 from dapo_jax.testing import ScriptedEngine

@@ -16,7 +16,7 @@ from dapo_jax.sampling.decode_loop import DecodeLoop
 from dapo_jax.sampling.decoding import DecodingOptions, decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.engine_spec import EngineSpec
-from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.requests import OwnOptions, Request
 from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
 from tests.sampling.continuous_batching_schedule_test import PrefillsSlowly

@@ -20,7 +20,7 @@ from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.interface import Insertion
-from dapo_jax.sampling.pages import Pages
+from dapo_jax.sampling.page_tables import Pages
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 

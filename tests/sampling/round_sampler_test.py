@@ -5,7 +5,7 @@ import pytest
 
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.round_sampler import RoundSampler
 from dapo_jax.testing import ScriptedEngine

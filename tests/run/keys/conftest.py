@@ -19,7 +19,7 @@ from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.presets import PRESETS, Experts
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rewards.async_calls import AsyncCalls
-from dapo_jax.rewards.pool import GradingPool
+from dapo_jax.rewards.grading_pool import GradingPool
 from dapo_jax.run import policy, sources, updater_setup
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers import BUILT_IN

@@ -7,7 +7,7 @@ from flax import nnx
 from dapo_jax.rollout.collector import Position
 from dapo_jax.run.policy import load_policy
 from dapo_jax.run.sources import description_of
-from dapo_jax.run.teacher import teacher_of
+from dapo_jax.run.teacher_setup import teacher_of
 from tests.run.keys.looking import ROWS, refusal, rounded
 from tests.run.keys.watching import differs, echoes, watch
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.layout import Layout, is_matrix
+from dapo_jax.models.device_layout import Layout, is_matrix
 from dapo_jax.models.projections import Projections
 from dapo_jax.models.rope import RopeTables
 

@@ -7,7 +7,7 @@ import pytest
 
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.models.presets import PRESETS
-from dapo_jax.plan.sizes import decoder_of
+from dapo_jax.plan.decoder import decoder_of
 
 
 @pytest.mark.parametrize(

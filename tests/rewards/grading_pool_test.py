@@ -14,7 +14,7 @@ import pytest
 
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.rewards.pool import GradingPool
+from dapo_jax.rewards.grading_pool import GradingPool
 from tests.rewards import samples
 
 HERE = Path(__file__)

@@ -12,7 +12,7 @@ from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.decoder import Block, Decoder
 from dapo_jax.models.gated import GATED
 from dapo_jax.models.gated_delta import GatedDelta
-from dapo_jax.models.kinds import LayerKind
+from dapo_jax.models.layer_kinds import LayerKind
 from dapo_jax.models.projections import rope_tables
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from tests.prose import ROOT
@@ -28,14 +28,14 @@ OTHERS = {
     "models/gated_delta.py": "the mixer",
     "models/gguf.py": "keys of GGUF files",
     "models/kernels.py": "attention over rows",
-    "models/kinds.py": "the example of a cache's argument",
-    "models/layout.py": "attention over rows",
+    "models/layer_kinds.py": "the example of a cache's argument",
+    "models/device_layout.py": "attention over rows",
     "parallel/training_layout.py": "attention over rows on a mesh",
     "sampling/cache.py": "attention over a cache",
     "sampling/caches.py": "attention over a cache",
     "sampling/gpu_cache.py": "attention over a cache",
     "sampling/paged_cache.py": "attention over a cache",
-    "sampling/pages.py": "pages before a window are free",
+    "sampling/page_tables.py": "pages before a window are free",
     "sampling/tpu_cache.py": "attention over a cache",
     "config/model_schema.py": "lora.targets has the name of a group of matrices",
     "health/watchdogs.py": "a window of steps",

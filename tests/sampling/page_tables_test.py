@@ -10,7 +10,7 @@ import pytest
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.pages import Fill, Pages, PageSizes
+from dapo_jax.sampling.page_tables import Fill, Pages, PageSizes
 from dapo_jax.testing import ScriptedEngine
 
 EOS = 1

@@ -75,7 +75,7 @@ class GradingPool:
             worker.join()
 
     def _start(self) -> Worker:
-        return Worker("dapo_jax.rewards.pool:load_grader", self._setup, memory_mb=self._memory_mb)
+        return Worker("dapo_jax.rewards.grading_pool:load_grader", self._setup, memory_mb=self._memory_mb)
 
     def _verdicts(self, call: Sequence[Sample]) -> list[Verdict]:
         """Returns the verdicts from one call. There are as many threads as workers, so each call finds an idle worker."""

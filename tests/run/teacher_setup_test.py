@@ -12,7 +12,7 @@ from dapo_jax.config import ConfigError, DynamicSamplingConfig, RolloutConfig, T
 from dapo_jax.run.build import Run
 from dapo_jax.run.meshes import mesh_of
 from dapo_jax.run.policy import Policy, find_policy, load_policy
-from dapo_jax.run.teacher import load_teacher
+from dapo_jax.run.teacher_setup import load_teacher
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers.rollout_log import read_rollouts

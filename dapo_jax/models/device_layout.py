@@ -34,7 +34,7 @@ def is_matrix(axes: tuple[str, ...]) -> bool:
 
 
 def is_float32(variable: nnx.Variable) -> bool:
-    """Returns whether a parameter stays float32 whatever the dtype of products is (see `models.kinds.Parameter`)."""
+    """Returns whether a parameter stays float32 whatever the dtype of products is (see `models.layer_kinds.Parameter`)."""
     return variable.get_metadata("float32", False)
 
 
