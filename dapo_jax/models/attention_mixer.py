@@ -12,16 +12,8 @@ from jaxtyping import Array, Float
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import causal_attention, part_attention
-from dapo_jax.models.layer_kinds import (
-    Attend,
-    DecodingStep,
-    Mixer,
-    Paged,
-    Parameter,
-    PrefillPart,
-    TrainingRows,
-    norm,
-)
+from dapo_jax.models.layer_kinds import Attend, DecodingStep, Mixer, Paged, PrefillPart, TrainingRows
+from dapo_jax.models.parameters import Parameter, norm
 from dapo_jax.models.projections import Projections, rms_norm, rotary, with_offset
 from dapo_jax.models.rope import RopeTables
 

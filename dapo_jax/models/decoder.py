@@ -22,8 +22,9 @@ from jaxtyping import Array, Float, Int, Integer
 from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.experts import as_stored
-from dapo_jax.models.layer_kinds import Attend, LayerKind, Parameter, TrainingRows, norm
+from dapo_jax.models.layer_kinds import Attend, LayerKind, TrainingRows
 from dapo_jax.models.lora import adapter
+from dapo_jax.models.parameters import Parameter, norm
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.projections import Projections, rms_norm, rope_tables, with_offset
 from dapo_jax.models.rope import RopeTables

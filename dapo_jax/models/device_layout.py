@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
@@ -16,26 +15,6 @@ Matrices = tuple[Any, Any, Any]
 """The matrices gate and up [experts, mlp, embed] and down [experts, embed, mlp], which may be `Quantized`."""
 Mixture = Callable[..., Array]
 """A function like `dapo_jax.models.experts.mixture` with bound activation and dtype."""
-
-
-BATCH_AXES = ("experts",)
-"""Logical axes that number matrices. In a stack of layers, an axis for layers without a name precedes them."""
-
-
-def output_dimensions(axes: tuple[str, ...]) -> range:
-    """Returns the output dimensions of a matrix with these logical axes. A matrix product sums over later dimensions. Earlier ones number matrices."""
-    first = sum(axis in BATCH_AXES for axis in axes)
-    return range(first, first + 1 + (axes[first + 1 : first + 2] == ("head_dim",)))
-
-
-def is_matrix(axes: tuple[str, ...]) -> bool:
-    """Returns whether a parameter with these logical axes is a weight matrix of a layer. Norms, biases and filters are not, and neither are embeddings."""
-    return "vocab" not in axes and axes[-1] != "taps" and output_dimensions(axes).stop < len(axes)
-
-
-def is_float32(variable: nnx.Variable) -> bool:
-    """Returns whether a parameter stays float32 whatever the dtype of products is (see `models.layer_kinds.Parameter`)."""
-    return variable.get_metadata("float32", False)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.device_layout import Matrices
 from dapo_jax.models.gated import ACTIVATIONS
-from dapo_jax.models.layer_kinds import Mlp, Parameter
+from dapo_jax.models.layer_kinds import Mlp
+from dapo_jax.models.parameters import Parameter
 from dapo_jax.numerics.precision import WeightSharding, gathered
 from dapo_jax.numerics.quantization import Quantized
 

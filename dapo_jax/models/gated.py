@@ -7,7 +7,8 @@ import jax
 from jaxtyping import Array, Float, Integer
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.layer_kinds import Mlp, Parameter
+from dapo_jax.models.layer_kinds import Mlp
+from dapo_jax.models.parameters import Parameter
 from dapo_jax.models.projections import Projections
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}

@@ -21,15 +21,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.layer_kinds import (
-    Attend,
-    DecodingStep,
-    Fixed,
-    Mixer,
-    Parameter,
-    PrefillPart,
-    TrainingRows,
-)
+from dapo_jax.models.layer_kinds import Attend, DecodingStep, Fixed, Mixer, PrefillPart, TrainingRows
+from dapo_jax.models.parameters import Parameter
 from dapo_jax.models.projections import rms_norm
 from dapo_jax.models.rope import RopeTables
 from dapo_jax.numerics.segments import looked_up

@@ -5,70 +5,23 @@ operations. All other modules loop over the kinds of a decoder (`DecoderConfig.k
 own, and add a row to the table in `families.py` or `presets.py`.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.device_layout import Layout, is_matrix
+from dapo_jax.models.device_layout import Layout
+from dapo_jax.models.parameters import Parameter, is_matrix, norm
 from dapo_jax.models.projections import Projections
 from dapo_jax.models.rope import RopeTables
 
 Attend = Callable[..., tuple[Array, Any]]
 """The part of a mixer that combines tokens. It maps the mixer's inputs, such as query, key and value, each [heads, head_dim, tokens], to the output per head,
 and a second value, such as the new state."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """One parameter of a layer."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    """The logical axis of each dimension, outputs before inputs. `parallel.sharding` maps it to a mesh axis."""
-    tensor: str = ""
-    """The name of its tensor in a layer of a file, which `Family.tensors` may replace. Parameters with the same name are parts of one tensor, one below the other."""
-    fan_in: int = 0
-    """If above 0, initial values are normal with variance 1 / fan_in."""
-    start: float | Callable[[Array], Array] = 0.0
-    """Otherwise, the initial value, or a function that maps a random key to initial values."""
-    float32: bool = False
-    """Whether the parameter stays float32 whatever the dtype of products is, such as norms and routers."""
-    target: str = ""
-    """The name of the matrix in PEFT if it may have an adapter."""
-    joins: tuple[str, ...] = ()
-    """The parameters with which a sampler may join this one, because they multiply the same tokens (see `models.joined`)."""
-    is_rotated: bool = False
-    """Whether the rotary embedding applies to its outputs. The order of these outputs may differ in files."""
-
-    @property
-    def size(self) -> int:
-        """Number of entries."""
-        return math.prod(self.shape)
-
-    def variable(self, rngs: nnx.Rngs) -> nnx.Param[Array]:
-        """Returns the parameter with its initial values."""
-        if self.fan_in:
-            value = jax.random.normal(rngs.params(), self.shape) * self.fan_in**-0.5
-        elif callable(self.start):
-            value = self.start(rngs.params())
-        else:
-            # Without an explicit dtype, the arrays would be weakly typed, and all programs would be compiled again after the first update.
-            value = jnp.full(self.shape, self.start, jnp.float32)
-        return nnx.Param(value, axes=self.axes, float32=self.float32, joins=self.joins)
-
-
-def norm(config: Architecture, *shape: int, axes: tuple[str, ...] = ("norm",), tensor: str = "") -> Parameter:
-    """Returns the weight of a norm, whose initial factors are 1."""
-    start = 1.0 - config.norm_offset
-    return Parameter(shape=shape, axes=axes, start=start, float32=True, tensor=tensor)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from dapo_jax.models.architecture import LORA_PARTS, LoraShape
-from dapo_jax.models.device_layout import is_float32, output_dimensions
-from dapo_jax.models.layer_kinds import Parameter
+from dapo_jax.models.parameters import Parameter, is_float32, output_dimensions
 from dapo_jax.models.presets import GROUPS
 
 TARGETS = tuple(name for names in GROUPS.values() for name in names)

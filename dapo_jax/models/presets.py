@@ -10,11 +10,11 @@ from typing import Any
 from dapo_jax.hints import nearest
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention_mixer import ATTENTION, Attention
-from dapo_jax.models.device_layout import output_dimensions
 from dapo_jax.models.experts import Experts
 from dapo_jax.models.gated import GATED, Gated
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.layer_kinds import Fixed, LayerKind, Mixer, Paged
+from dapo_jax.models.parameters import output_dimensions
 from dapo_jax.models.rope import Rope, RopeScaling
 
 GROUPS: dict[str, tuple[str, ...]] = {kind.group: kind.targets for kind in (Attention, Gated, GatedDelta)}

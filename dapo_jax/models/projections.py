@@ -15,8 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.models.architecture import LORA_PARTS, Architecture
-from dapo_jax.models.device_layout import Layout, output_dimensions
+from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.joined import split
+from dapo_jax.models.parameters import output_dimensions
 from dapo_jax.models.rope import RopeTables, rope_frequencies
 from dapo_jax.numerics.precision import product, rounded
 

@@ -19,8 +19,9 @@ from jaxtyping import Array, PyTree
 
 from dapo_jax.models.decoder import Decoder, end_parameters, is_apart, stacks_of, unstacked
 from dapo_jax.models.families import FAMILIES
-from dapo_jax.models.layer_kinds import LayerKind, Parameter
+from dapo_jax.models.layer_kinds import LayerKind
 from dapo_jax.models.lora import LORA_PARTS, parted
+from dapo_jax.models.parameters import Parameter
 from dapo_jax.models.presets import DecoderConfig, preset
 
 Shape = tuple[int, ...]
@@ -201,7 +202,7 @@ def place(
         config: configuration of the decoder.
         file: tensors of the decoder.
         shardings: a function from the shapes of all parameters to their shardings. None: all parameters are on the default device.
-        dtype: dtype of all parameters except those that stay float32 (see `kinds.Parameter`).
+        dtype: dtype of all parameters except those that stay float32 (see `models.parameters.Parameter`).
         by_rows: function that reads a share of the rows (see `ByRows`).
         apart: store the arrays of each layer separately, as in `unstacked`. False: layers are stacked.
 

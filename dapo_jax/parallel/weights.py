@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from dapo_jax.models.decoder import is_apart, stacks_of
-from dapo_jax.models.device_layout import is_float32, output_dimensions
 from dapo_jax.models.joined import joined
+from dapo_jax.models.parameters import is_float32, output_dimensions
 from dapo_jax.numerics.quantization import quantized
 from dapo_jax.parallel.mesh import AXES, Meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, split

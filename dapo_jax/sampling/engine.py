@@ -128,11 +128,8 @@ class DecoderEngine:
             return {name: nnx.split(block)[0] for name, block in made.items()}
 
         self._graphs = blocks(SamplerLayout(mesh, by_slot=True))
-        self._ends, _ = nnx.split(
-            nnx.eval_shape(
-                lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=spec.compute_dtype)
-            )
-        )
+        ends = partial(EmbeddingAndHead, config, compute_dtype=spec.compute_dtype)
+        self._ends, _ = nnx.split(nnx.eval_shape(lambda: ends(rngs=nnx.Rngs(0))))
         dtypes = {"cache_dtype": spec.stored_dtype, "compute_dtype": spec.compute_dtype}
         self._cache = cache_for(kind, mesh, self.page_sizes, config, **dtypes)
         self._read = Prefill(
@@ -153,12 +150,9 @@ class DecoderEngine:
         # The shardings are fixed, because `insert` and `generate` would be recompiled for a state with other shardings.
         shapes, whole = jax.eval_shape(self._init_program), self._whole
         self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
-        layers, states = (
-            jax.tree.map(lambda _: self._halves, each) for each in (shapes.layers, shapes.states)
-        )
-        state = replace(
-            jax.tree.map(lambda _: self._rows, shapes), layers=layers, logits=self._shares, states=states
-        )
+        layers, states = jax.tree.map(lambda _: self._halves, (shapes.layers, shapes.states))
+        rows = jax.tree.map(lambda _: self._rows, shapes)
+        state = replace(rows, layers=layers, logits=self._shares, states=states)
         self._init = jax.jit(self._init_program, out_shardings=state)
         self.state_structs = self._init.eval_shape()
         self._fill = jax.jit(self._fill_program, donate_argnums=1, out_shardings=state.layers)

@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 
-from dapo_jax.models.device_layout import BATCH_AXES, is_matrix, output_dimensions
+from dapo_jax.models.parameters import BATCH_AXES, is_matrix, output_dimensions
 
 MUON_RMS = 0.2
 """Root mean square of an orthogonalized update, as in an AdamW update (Liu et al. 2025). One learning rate therefore suits both optimizers."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from dapo_jax.config import load_config
+from dapo_jax.models import device_layout
 from dapo_jax.numerics.segments import looked_up
 from dapo_jax.parallel.gpu_settings import FLAGS
 from dapo_jax.plan.decoder import decoder_of
