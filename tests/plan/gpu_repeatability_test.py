@@ -100,9 +100,7 @@ def test_an_update_with_the_plain_gradient_of_the_embedding_is_found(plain, monk
     if plain:
         monkeypatch.setattr(device_layout, "looked_up", lambda table, index: table[index])
     config = load_config("quickstart")
-    made = devices_of(parse("h100:1"))
-    programs = Programs(
-        config, decoder_of(config.model), workload_of(config, Assumptions()), made, memory=2**36
-    )
+    devices, work = devices_of(parse("h100:1")), workload_of(config, Assumptions())
+    programs = Programs(config, decoder_of(config.model), work, devices, memory=2**36)
     text = programs.lowered()["update_add_longest"]().compile().as_text()
     assert len(not_repeatable(text, flags=FLAGS)) == plain
