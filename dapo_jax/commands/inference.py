@@ -34,7 +34,7 @@ from dapo_jax.run.prompt_sets import GivenRows, every_split, held_out_prompts, w
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.run.sampler_programs import sharing
-from dapo_jax.run.sampler_setup import SamplerSpec, evaluation_spec, response_sampler
+from dapo_jax.run.sampler_setup import evaluation_spec, response_sampler, sampler_spec
 from dapo_jax.run.sources import data_of_run, run_at, tokenizer_of
 from dapo_jax.storage import AnyPath
 from dapo_jax.text.formatting import PromptFormat
@@ -194,8 +194,8 @@ def sample(
             prompt_format=PromptFormat(with_template_date(data)),
         )
     longest = max(len(prompt.tokens) for prompt in asked)
-    spec = SamplerSpec(
-        sampling=sampling, max_prompt_tokens=longest, group_size=samples_per_prompt, compute_dtype="float32"
+    spec = sampler_spec(
+        sampling, max_prompt_tokens=longest, group_size=samples_per_prompt, compute_dtype="float32"
     )
     sampler = sampler_of(spec, seed=seed)
     reward = RewardConfig()

@@ -111,7 +111,7 @@ def work_of(
 
 def prefill_shape_of(config: TrainConfig) -> PrefillShape:
     """Returns the shape of one prefill call, such as its number of rows and their width."""
-    return rollout_spec(config, samplers=1).prefill
+    return rollout_spec(config, samplers=1).engine.prefill_shape
 
 
 def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: int) -> float:

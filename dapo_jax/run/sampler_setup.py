@@ -1,8 +1,9 @@
 """Builds the sampler from a configuration: its engine, the shape of its prefill, and the size of its KV cache."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -31,52 +32,41 @@ _LOGITS = 4
 """Number of copies of a slot's logits: one in the decode state, and the others are temporary while a token is sampled."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplerSpec:
-    """The lengths and the number of the responses that a sampler is built for."""
+class SamplerSpec(NamedTuple):
+    """The specification of a sampler and its engine."""
 
     sampling: SamplingConfig
     """The `sampling` section of the configuration."""
-    max_prompt_tokens: int
-    """Maximum length of a prompt."""
-    group_size: int
-    """Number of responses to a prompt."""
-    compute_dtype: str
-    """Dtype of matrix products. Also the dtype of weights and KV cache, unless `sampling` sets another."""
-    in_flight: int = 0
-    """Maximum number of responses in flight in this sampler. If 0, no response is carried over to a later step."""
-    has_turns: bool = False
-    """Whether responses are episodes of several turns."""
-    records_routes: bool = False
-    """Whether responses contain a record of the chosen experts."""
+    prompts_at_once: int
+    """Number of prompts to sample together so that their groups fill the slots."""
+    engine: EngineSpec
+    """The specification of the engine without `stop_ids` and `cache_bytes`, which depend on the tokenizer and the memory of a device."""
 
-    @property
-    def capacity(self) -> int:
-        """Maximum length of a prompt and a response together."""
-        return self.max_prompt_tokens + self.sampling.max_response_tokens
 
-    @property
-    def prompts_at_once(self) -> int:
-        """Number of prompts to sample together so that their groups fill the slots."""
-        return max(1, self.sampling.slots // self.group_size)
-
-    @property
-    def prefill(self) -> PrefillShape:
-        """The shape of one prefill. With responses in flight or episodes, a context may contain a prompt and its whole response."""
-        at_least = _TURNS_AT_ONCE if self.has_turns else 1
-        return prefill_shape(
-            longest=self.capacity if self.in_flight or self.has_turns else self.max_prompt_tokens,
-            capacity=self.capacity,
-            prompts=max(self.prompts_at_once, at_least),
-            tokens=self.sampling.prefill_tokens,
-            alone=self.sampling.batch_invariant,
-        )
+def sampler_spec(
+    sampling: SamplingConfig, *, max_prompt_tokens: int, group_size: int, **options: Any
+) -> SamplerSpec:
+    """Returns the specification of a sampler for `group_size` responses to each prompt. `options` are fields of `EngineSpec`."""
+    capacity, prompts = max_prompt_tokens + sampling.max_response_tokens, max(1, sampling.slots // group_size)
+    # With responses in flight or episodes, a context may contain a prompt and its whole response.
+    has_turns = options.get("has_turns", False)
+    prefill = prefill_shape(
+        longest=capacity if has_turns or options.get("in_flight") else max_prompt_tokens,
+        capacity=capacity,
+        prompts=max(prompts, _TURNS_AT_ONCE) if has_turns else prompts,
+        tokens=sampling.prefill_tokens,
+        alone=sampling.batch_invariant,
+    )
+    same = ("slots", "steps_per_call", "page_tokens", "cache_tokens", "cache_dtype", "batch_invariant")
+    sizes = {name: getattr(sampling, name) for name in same}
+    engine = EngineSpec(capacity=capacity, stop_ids=(), prefill=prefill, **sizes, **options)
+    return SamplerSpec(sampling, prompts, engine)
 
 
 def rollout_spec(config: TrainConfig, *, samplers: int, records_routes: bool = False) -> SamplerSpec:
     """Returns the specification of each of the `samplers` samplers of a training run."""
-    return SamplerSpec(
-        sampling=config.sampling,
+    return sampler_spec(
+        config.sampling,
         max_prompt_tokens=config.data.max_prompt_tokens,
         group_size=config.batch.group_size,
         compute_dtype=config.model.compute_dtype,
@@ -88,8 +78,8 @@ def rollout_spec(config: TrainConfig, *, samplers: int, records_routes: bool = F
 
 def evaluation_spec(config: EvaluateConfig) -> SamplerSpec:
     """Returns the specification of the sampler of an evaluation."""
-    return SamplerSpec(
-        sampling=config.sampling,
+    return sampler_spec(
+        config.sampling,
         max_prompt_tokens=config.data.max_prompt_tokens,
         group_size=config.eval.samples_per_prompt,
         compute_dtype=config.compute_dtype,
@@ -110,9 +100,7 @@ def response_sampler(
     """Builds a sampler. Nothing is compiled yet.
 
     Args:
-        policy: contains the decoder and the tokenizer.
-        meshes: meshes of the run.
-        spec: lengths and number of the responses.
+        policy, meshes, spec: the policy, the meshes of the run, and the specification of the sampler.
         seed: random seed for sampling.
         resident: memory in use on each device during sampling, in bytes, without the sampler's weights and cache.
         memory: memory of a device in bytes. Defaults to the amount that the devices report. CPUs do not report an amount.
@@ -122,13 +110,13 @@ def response_sampler(
         ConfigError: the number of slots or the lengths do not fit the mesh, the model or the memory.
     """
     sampling, mesh = spec.sampling, meshes.sampler
-    transfer = transfer_of(policy, meshes, sampling, dtype=spec.compute_dtype)
+    transfer = transfer_of(policy, meshes, sampling, dtype=spec.engine.compute_dtype)
     memory = memory or least_device_bytes(mesh)
-    of_engine = _engine_spec(policy, spec)
     resident += bytes_on_device(transfer.shapes, mesh.shape)
-    room = room_for_cache(policy.decoder, mesh, of_engine, resident=resident, memory=memory)
+    room = room_for_cache(policy.decoder, mesh, spec.engine, resident=resident, memory=memory)
+    ends = tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids))
     with prefixed(""):
-        engine = engine_of(policy.decoder, mesh, replace(of_engine, cache_bytes=room))
+        engine = engine_of(policy.decoder, mesh, replace(spec.engine, stop_ids=ends, cache_bytes=room))
     known = room is not None and memory is not None
     return ResponseSampler(
         engine,
@@ -140,25 +128,6 @@ def response_sampler(
         compile_for=partial(compile_sampling, engine, transfer.shapes),
         notes=[cache_note(engine.page_sizes, room=room, memory=memory)] if known else [],
         on_look=on_look,
-    )
-
-
-def _engine_spec(policy: Policy, spec: SamplerSpec) -> EngineSpec:
-    sampling = spec.sampling
-    return EngineSpec(
-        slots=sampling.slots,
-        capacity=spec.capacity,
-        steps_per_call=sampling.steps_per_call,
-        stop_ids=tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids)),
-        compute_dtype=spec.compute_dtype,
-        page_tokens=sampling.page_tokens,
-        cache_tokens=sampling.cache_tokens,
-        cache_dtype=sampling.cache_dtype,
-        in_flight=spec.in_flight,
-        prefill=spec.prefill,
-        batch_invariant=sampling.batch_invariant,
-        has_turns=spec.has_turns,
-        records_routes=spec.records_routes,
     )
 
 

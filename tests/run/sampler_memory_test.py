@@ -10,7 +10,7 @@ from dapo_jax.models.presets import preset
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.run.policy import load_policy
-from dapo_jax.run.sampler_setup import KNOWN_SHARE, SamplerSpec, response_sampler, room_for_cache
+from dapo_jax.run.sampler_setup import KNOWN_SHARE, response_sampler, room_for_cache, sampler_spec
 from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.prompt_packing import PrefillShape
 
@@ -81,8 +81,8 @@ def sampler():
     policy = load_policy(ModelConfig(source="preset:tiny", tokenizer="char:0123456789+="), mesh=mesh)
 
     def made(memory, **options):
-        spec = SamplerSpec(
-            sampling=replace(PAGES, **options), max_prompt_tokens=16, compute_dtype="float32", group_size=4
+        spec = sampler_spec(
+            replace(PAGES, **options), max_prompt_tokens=16, compute_dtype="float32", group_size=4
         )
         resident = bytes_on_device(policy.params, mesh.shape)
         return response_sampler(policy, make_meshes(mesh), spec, seed=0, memory=memory, resident=resident)

@@ -16,7 +16,7 @@ from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.rollout.response_sampler import TRAINING
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.policy import load_policy
-from dapo_jax.run.sampler_setup import SamplerSpec, response_sampler
+from dapo_jax.run.sampler_setup import response_sampler, sampler_spec
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.requests import Request
 
@@ -101,8 +101,8 @@ def sampler_of(model):
         mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
         policy = load_policy(ModelConfig(source=model), mesh=mesh)
         config = SamplingConfig(slots=slots, page_tokens=4, max_response_tokens=16, **sampling)
-        spec = SamplerSpec(
-            sampling=config, max_prompt_tokens=8, compute_dtype="float32", group_size=2, in_flight=in_flight
+        spec = sampler_spec(
+            config, max_prompt_tokens=8, compute_dtype="float32", group_size=2, in_flight=in_flight
         )
         sampler = response_sampler(policy, make_meshes(mesh), spec, seed=0)
         return policy, sampler, sampler.transfer(policy.params)
