@@ -1,67 +1,35 @@
 """Configurations: the dataclasses, their checks, and loading them from YAML. This package does not import jax."""
 
-from dapo_jax.config.algorithms import ALGORITHMS
-from dapo_jax.config.data_schema import DataConfig, SourceConfig
-from dapo_jax.config.keys import ConfigError
-from dapo_jax.config.loading import changed_keys, load_config, load_evaluation, to_yaml
-from dapo_jax.config.loss_schema import AdvantageConfig, LossConfig, TeacherConfig
-from dapo_jax.config.model_schema import LoraConfig, ModelConfig, SamplingConfig
-from dapo_jax.config.reward_schema import (
-    EnvironmentConfig,
-    GraderConfig,
-    OverlongConfig,
-    RewardConfig,
-    WorkersConfig,
-)
-from dapo_jax.config.schema import (
-    BatchConfig,
-    CheckpointConfig,
-    DynamicSamplingConfig,
-    EvalConfig,
-    EvaluateConfig,
-    GuardConfig,
-    LogConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RolloutConfig,
-    SftBatchConfig,
-    SftConfig,
-    TrainConfig,
-    evaluation_of,
-)
-
-__all__ = [
-    "ALGORITHMS",
-    "AdvantageConfig",
-    "BatchConfig",
-    "CheckpointConfig",
-    "ConfigError",
-    "DataConfig",
-    "DynamicSamplingConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "EvaluateConfig",
-    "GraderConfig",
-    "GuardConfig",
-    "LogConfig",
-    "LoraConfig",
-    "LossConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "OverlongConfig",
-    "ParallelConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "SamplingConfig",
-    "SftBatchConfig",
-    "SftConfig",
-    "SourceConfig",
-    "TeacherConfig",
-    "TrainConfig",
-    "WorkersConfig",
-    "changed_keys",
-    "evaluation_of",
-    "load_config",
-    "load_evaluation",
-    "to_yaml",
-]
+from dapo_jax.config.algorithms import ALGORITHMS as ALGORITHMS
+from dapo_jax.config.data_schema import DataConfig as DataConfig
+from dapo_jax.config.data_schema import SourceConfig as SourceConfig
+from dapo_jax.config.keys import ConfigError as ConfigError
+from dapo_jax.config.loading import changed_keys as changed_keys
+from dapo_jax.config.loading import load_config as load_config
+from dapo_jax.config.loading import load_evaluation as load_evaluation
+from dapo_jax.config.loading import to_yaml as to_yaml
+from dapo_jax.config.loss_schema import AdvantageConfig as AdvantageConfig
+from dapo_jax.config.loss_schema import LossConfig as LossConfig
+from dapo_jax.config.loss_schema import TeacherConfig as TeacherConfig
+from dapo_jax.config.model_schema import LoraConfig as LoraConfig
+from dapo_jax.config.model_schema import ModelConfig as ModelConfig
+from dapo_jax.config.model_schema import SamplingConfig as SamplingConfig
+from dapo_jax.config.reward_schema import EnvironmentConfig as EnvironmentConfig
+from dapo_jax.config.reward_schema import GraderConfig as GraderConfig
+from dapo_jax.config.reward_schema import OverlongConfig as OverlongConfig
+from dapo_jax.config.reward_schema import RewardConfig as RewardConfig
+from dapo_jax.config.reward_schema import WorkersConfig as WorkersConfig
+from dapo_jax.config.schema import BatchConfig as BatchConfig
+from dapo_jax.config.schema import CheckpointConfig as CheckpointConfig
+from dapo_jax.config.schema import DynamicSamplingConfig as DynamicSamplingConfig
+from dapo_jax.config.schema import EvalConfig as EvalConfig
+from dapo_jax.config.schema import EvaluateConfig as EvaluateConfig
+from dapo_jax.config.schema import GuardConfig as GuardConfig
+from dapo_jax.config.schema import LogConfig as LogConfig
+from dapo_jax.config.schema import OptimizerConfig as OptimizerConfig
+from dapo_jax.config.schema import ParallelConfig as ParallelConfig
+from dapo_jax.config.schema import RolloutConfig as RolloutConfig
+from dapo_jax.config.schema import SftBatchConfig as SftBatchConfig
+from dapo_jax.config.schema import SftConfig as SftConfig
+from dapo_jax.config.schema import TrainConfig as TrainConfig
+from dapo_jax.config.schema import evaluation_of as evaluation_of
