@@ -252,10 +252,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     ) -> _Read | None:
         """Returns the result of `restore` for the last intact checkpoint, or None if there are no checkpoints.
 
-        Args:
-            restore: restores the checkpoint of a given step with `Checkpointer.restore`.
-            say: called with a message for each damaged checkpoint.
-            aside: whether to rename damaged checkpoints to STEP.damaged, so that the run can save these steps again.
+        `restore` restores the checkpoint of a given step with `Checkpointer.restore`. `say` is called with a message for each damaged checkpoint. With `aside`, damaged
+        checkpoints are renamed to STEP.damaged, so that the run can save these steps again.
 
         Raises:
             DamagedError: all checkpoints are damaged. They are left unchanged.

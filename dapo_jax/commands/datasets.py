@@ -52,11 +52,8 @@ def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) -> str:
     """Returns text with the number and lengths of the prompts in a split, and the first `count` prompts as a model receives them.
 
-    Args:
-        data: the dataset and the format of its prompts.
-        split: name of the split. Defaults to `train`, or to the first split if there is no split `train`.
-        model: a `model.source`, whose tokenizer and chat template are used. If empty, prompts are tokenized as bytes.
-        count: number of prompts to show.
+    `split` defaults to `train`, or to the first split if there is no split `train`. `model` is a `model.source`, whose tokenizer and chat template are used. If it is
+    empty, prompts are tokenized as bytes.
 
     Raises:
         ConfigError: there is no such dataset, split or model, or a prompt cannot be tokenized.

@@ -32,12 +32,8 @@ def least_device_bytes(mesh: Mesh) -> int | None:
 
 
 def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
-    """Returns the number of bytes that sharded arrays need on each device. Arrays in host memory (`OFFLOADED`) are not counted.
-
-    Args:
-        structs: arrays or shapes with a `NamedSharding`.
-        sizes: the size of each mesh axis.
-    """
+    """Returns the number of bytes that arrays or shapes with a `NamedSharding` need on each device of a mesh with these axis `sizes`. Arrays in host memory
+    (`OFFLOADED`) are not counted."""
     total = 0
     for leaf in jax.tree.leaves(structs):
         if leaf.sharding.memory_kind != OFFLOADED:

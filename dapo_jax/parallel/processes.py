@@ -129,11 +129,8 @@ class _Processes:
 
         JAX's exit handlers and threads are skipped, because they would wait for the other processes.
 
-        Args:
-            status: the exit status, also for the other processes.
-            message: the text for the other processes.
-            shown: the text for the user of this process, for example a traceback. None: `message`.
-            by_all: True if every process is likely to raise the same error. Then only the first process prints it.
+        `message` is the text for the other processes, and `shown` the text for the user of this process, for example a traceback (None: `message`). If every process
+        is likely to raise the same error (`by_all`), only the first process prints it.
         """
         self._tell(status, message)
         self._leaving.set()

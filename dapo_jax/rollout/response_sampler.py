@@ -46,10 +46,8 @@ class ResponseSampler:
         """Does not compile any program; see `compile`.
 
         Args:
-            engine: the engine that samples.
-            transfer: converts the trainer's parameters to the engine's weights.
-            seed: the seed of all random numbers.
-            max_response_tokens: maximum number of tokens in a response.
+            engine, transfer: the engine, and the function from the trainer's parameters to the engine's weights.
+            seed, max_response_tokens: the seed of all random numbers, and the maximum length of a response.
             prompts_at_once: number of prompts to request together.
             stop: finds the stop string at which a response ends. None if there are no stop strings.
             compile_for: compiles the programs for a list of decoding options.

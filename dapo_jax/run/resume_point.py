@@ -56,12 +56,7 @@ def has_checkpoint(folder: AnyPath) -> bool:
 
 
 def resume_point(restored: Restored, where: str, *, prompt_at: Callable[[int], Prompt]) -> ResumePoint:
-    """Converts a restored checkpoint to a resume point.
-
-    Args:
-        restored: content of the checkpoint.
-        where: name of the checkpoint in error messages.
-        prompt_at: function from an ordinal to its prompt.
+    """Converts a restored checkpoint to a resume point. Errors name it `where`, and `prompt_at` maps an ordinal to its prompt.
 
     Raises:
         ConfigError: the checkpoint was not saved by `train`.
@@ -94,13 +89,8 @@ _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
 def identity_of(
     config: TrainConfig, *, prompts: Sequence[Mapping[str, Any]] | None, model: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the identity of a run as JSON-serializable values. The name of the algorithm is for readers; its keys are compared.
-
-    Args:
-        config: configuration of the run. Keys that may change when a run resumes are ignored.
-        prompts: for each training dataset, its name and the number and sha256 of its prompts. If None, prompts are not compared.
-        model: digests of the initial model's files, from `model_files`.
-    """
+    """Returns the identity of a run as JSON-serializable values: the keys that may not change when a run resumes, the prompts of each training dataset (number and
+    sha256; if None, they are not compared), and the result of `model_files`. The name of the algorithm is for readers; its keys are compared."""
     kept = {key: value for key, value in leaf_values(config).items() if not key.startswith(FREE_TO_CHANGE)}
     identity = {"algorithm": algorithm_of(config), "config": kept, "prompts": prompts, "model": dict(model)}
     return json.loads(json.dumps(identity, default=repr), parse_constant=str)
@@ -132,12 +122,8 @@ def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict
 
 
 def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Checks that a checkpoint belongs to this run. A checkpoint without an identity, from a user's own training loop, is accepted.
-
-    Args:
-        where: name of the checkpoint in error messages.
-        progress: progress of the checkpoint.
-        own: identity of this run. Prompts are compared only if `own` contains them. Of the model's files, only the files listed in `own` are compared.
+    """Checks that the checkpoint `where` with this `progress` belongs to the run with the identity `own`. A checkpoint without an identity, from a user's own training
+    loop, is accepted. Prompts are compared only if `own` contains them. Of the model's files, only the files listed in `own` are compared.
 
     Raises:
         ConfigError: the checkpoint belongs to another run. The message contains the differences and a remedy.

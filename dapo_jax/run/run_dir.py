@@ -44,14 +44,8 @@ def remove_run(run_dir: AnyPath) -> bytes:
 def claim_run_dir(
     config: TrainConfig, *, resume: bool, overwrite: bool, held: ExitStack, lost: Lost
 ) -> tuple[AnyPath, TrainConfig, Lock | None]:
-    """Locks and checks the run's folder in the first process, and checks that all processes have the same configuration.
-
-    Args:
-        config: configuration of the run.
-        resume: whether the run in the folder will be continued.
-        overwrite: whether the run in the folder will be removed by `remove_run`.
-        held: the exit stack that releases the lock.
-        lost: see `dapo_jax.storage.locks.Lost`.
+    """Locks and checks the run's folder in the first process, and checks that all processes have the same configuration. The lock is released with `held`. The run in the
+    folder will be continued (`resume`), or removed by `remove_run` (`overwrite`).
 
     Returns:
         The folder, the configuration and the lock (None in all processes except the first). The configuration contains the date on which
@@ -171,12 +165,8 @@ def _similar_run(run_dir: AnyPath) -> AnyPath | None:
 
 
 def checked_folder(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
-    """Converts `value` to a folder and checks access to it. A local path becomes absolute, because a reward function may call os.chdir.
-
-    Args:
-        value: a local path, or `gs://BUCKET/FOLDER`.
-        key: the configuration key of the value, for error messages.
-        write: whether files will be written to the folder.
+    """Converts the `value` of a configuration key (a local path, or `gs://BUCKET/FOLDER`) to a folder, and checks read access or, with `write`, write access.
+    A local path becomes absolute, because a reward function may call os.chdir.
 
     Raises:
         ConfigError: gcsfs is not installed, the bucket does not exist, or the folder is not writable.

@@ -100,8 +100,6 @@ def response_sampler(
     """Builds a sampler. Nothing is compiled yet.
 
     Args:
-        policy, meshes, spec: the policy, the meshes of the run, and the specification of the sampler.
-        seed: random seed for sampling.
         resident: memory in use on each device during sampling, in bytes, without the sampler's weights and cache.
         memory: memory of a device in bytes. Defaults to the amount that the devices report. CPUs do not report an amount.
         on_look: called before each engine call that samples tokens.

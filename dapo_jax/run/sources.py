@@ -74,10 +74,7 @@ class Source(NamedTuple):
 
 def source_of(model: ModelConfig, *, weights: bool = False) -> Source:
     """Resolves `model.source`. A run may have started from another run, so its base model is the model from which the first of these runs started.
-
-    Args:
-        model: its `source` is used.
-        weights: whether to download the weights of an adapter that is on the hub.
+    With `weights`, the weights of an adapter that is on the hub are downloaded.
 
     Raises:
         ValueError: the model or the base of an adapter does not exist, the adapter is not supported, or a model has no checkpoint to choose.
@@ -182,11 +179,7 @@ def data_of_run(source: str) -> DataConfig | None:
 
 
 def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
-    """Returns the folder of the model `model.source`. If the model is on the hub, downloads it first.
-
-    Args:
-        model: its `source` specifies the folder.
-        weights: whether to download weights too, if the model is on the hub.
+    """Returns the folder of the model `model.source`. If the model is on the hub, downloads it first, with `weights` including its weights.
 
     Raises:
         ValueError: the model does not exist, the hub or the bucket cannot be reached, or the source is a file.

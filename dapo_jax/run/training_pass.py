@@ -52,15 +52,8 @@ def training_pass(
     row_tokens: int,
     device: AnyDevice | None = None,
 ) -> TrainingPass:
-    """Returns the training pass of `decoder` for `model` and `batch`.
-
-    Args:
-        model: the `model` section of the configuration.
-        batch: the `batch` section of the configuration.
-        mesh: mesh of the trainer.
-        decoder: sizes of the trained model, or of the teacher.
-        row_tokens: number of tokens in a row. Rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
-        device: device whose attention kernel is used. Defaults to the first device of the mesh.
+    """Returns the training pass of the trained model or of the teacher. `device` is the device whose attention kernel is used. It defaults to the first of the mesh.
+    `row_tokens` is rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
 
     Raises:
         ConfigError: row length, mesh and attention do not fit together.

@@ -40,10 +40,8 @@ class JetStreamEngine(engine_api.Engine):
     """Wraps a decoder engine in JetStream's engine interface.
 
     Args:
-        engine: the decoder engine that prefills prompts and samples responses.
+        engine, tokenizer, mesh: the decoder engine with the model's tokenizer and its mesh.
         weights: sampler weights, as returned by `dapo_jax.parallel.weights.WeightTransfer`.
-        tokenizer: the model's tokenizer.
-        mesh: the mesh of `engine`.
         decoding: temperature, top-p and top-k for all requests, because JetStream requests have no sampling options.
         key: the PRNG key for sampling. Sampled tokens also depend on the order in which requests are assigned to slots.
 

@@ -34,12 +34,9 @@ _REFUSAL = (
 
 
 class Connections:
-    """Accepts a limited number of connections for an aiohttp server.
+    """Accepts at most `most` connections for an aiohttp server, or fewer if the process may not open that many files.
 
-    Args:
-        most: maximum number of connections. The limit is lower if the process may not open that many files.
-        answer: builds the response to a malformed HTTP request from a status and a reason.
-        say: logs errors that aiohttp reports.
+    `answer` builds the response to a malformed HTTP request from a status and a reason, and `say` logs errors that aiohttp reports.
     """
 
     def __init__(

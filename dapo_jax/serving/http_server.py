@@ -171,15 +171,8 @@ class CompletionAnswer(GenerateAnswer):
 
 
 class HttpServer(ServerThread):
-    """Serves a `RequestLoop` over HTTP.
-
-    Args:
-        requests: the loop that samples responses. The caller starts and stops it.
-        limits: the limits for requests.
-        host, port: see `ServerThread`.
-        api_key: bearer token that every route except `/health` requires. If empty, no key is required.
-        say: logs errors in the server itself.
-    """
+    """Serves a `RequestLoop`, which the caller starts and stops, over HTTP. Every route except `/health` requires the bearer token `api_key`, unless it is empty.
+    `say` logs errors in the server itself."""
 
     def __init__(
         self, requests: RequestLoop, limits: ServedLimits, *, host: str, port: int, api_key: str, say: Callable[[str], None]

@@ -32,13 +32,7 @@ _REFILL_FRAC = 0.125
 
 
 class RequestError(Exception):
-    """Raised for a request that is answered with an error.
-
-    Args:
-        message: states the value found, the value needed, and the remedy.
-        status: the HTTP status.
-        code: a machine-readable name of the error.
-    """
+    """Raised for a request that is answered with an error: a message, an HTTP status, and a machine-readable name of the error (`code`)."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_value") -> None:
         super().__init__(message)
@@ -84,12 +78,8 @@ class ServedRequest:
 class RequestLoop:
     """Samples responses to requests in a separate thread, which runs while this context manager is open.
 
-    Args:
-        engine: the engine that prefills prompts and samples responses.
-        weights: the initial weights, in the engine's format.
-        key: the PRNG key for requests without a seed. Their tokens also depend on the order in which requests arrive.
-        version: the version of the initial weights.
-        most_responses: maximum number of running and waiting responses.
+    `weights` are the initial weights in the engine's format, and `version` is their version. Requests without a seed use `key`; their tokens also depend on the
+    order in which requests arrive. At most `most_responses` responses may run or wait.
     """
 
     def __init__(

@@ -138,11 +138,7 @@ def serve_http(
     source: str, options: HttpOptions, *, api_key: str = "", say: Callable[[str], None] = print
 ) -> None:
     """Answers HTTP requests until KeyboardInterrupt. `say` logs the address and each new version of the weights. Each request is logged to standard error.
-
-    Args:
-        source: a model or a run folder.
-        options: all other options.
-        api_key: bearer token that requests must send. If empty, no key is required.
+    `source` is a model or a run folder. Requests must send `api_key` as a bearer token, unless it is empty.
 
     Raises:
         ConfigError: the extra is missing, the model or run does not exist, the model has too few positions, the address cannot be bound, or

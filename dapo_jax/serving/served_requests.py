@@ -134,12 +134,7 @@ async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator
 
 
 class ServerThread(ABC):
-    """A server whose event loop runs in its own thread. It is a context manager.
-
-    Args:
-        host: the network interface, such as 127.0.0.1, or [::] for all interfaces.
-        port: the port, or 0 to pick a free port.
-    """
+    """A server whose event loop runs in its own thread. It is a context manager. The host [::] means all network interfaces, and the port 0 any free port."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address = f"{host}:{port}"

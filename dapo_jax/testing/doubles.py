@@ -57,14 +57,9 @@ class ScriptedEngine:
         page_sizes: PageSizes | None = None,
         feed_tokens: int = 0,
     ) -> None:
-        """Creates an engine.
+        """Creates an engine whose responses have the tokens that `script` returns. For the sizes, see `sampling.engine_spec.EngineSpec`.
 
         Args:
-            script: returns the tokens of a response.
-            slots: number of responses that are sampled at the same time.
-            capacity: maximum length of a prompt and its response together.
-            steps_per_call: maximum number of tokens per slot that a call to `generate` samples.
-            stop_ids: end tokens.
             page_sizes: sizes of the pages in the KV cache. None: room for `capacity` tokens in every slot.
             feed_tokens: maximum number of new context tokens to feed to a resumed response. In this engine, feeding costs no decoding step.
         """

@@ -33,13 +33,8 @@ _TITLES = {"acc": "accuracy", "len": "tokens", "tok/s": "sampled tok/s"}
 class Progress:
     """Shows the progress of a run. The live view appears only inside the context manager; outside it, calls print plain lines.
 
-    Missing and nan metrics are shown as "-". No signal handler is installed. The terminal is restored after an exception or an interrupt.
-
-    Args:
-        total_steps: the last step of the run.
-        metric: `dynamic_sampling.metric`. If it is `score`, accuracies are not shown.
-        console: the output. If None, standard output is used.
-        clock: a monotonic clock in seconds, for estimating the remaining time.
+    Missing and nan metrics are shown as "-". No signal handler is installed. The terminal is restored after an exception or an interrupt. If `metric`, which is
+    `dynamic_sampling.metric`, is `score`, accuracies are not shown. `console` defaults to standard output, and `clock` returns seconds.
     """
 
     def __init__(

@@ -52,14 +52,9 @@ def init_state(
     offload: bool = False,
     copy: bool = True,
 ) -> TrainState:
-    """Places `params` on the mesh and initializes the optimizer's moments.
+    """Places `params` on the mesh, and initializes the optimizer's moments, in host memory if `offload` is True.
 
-    Args:
-        params: initial weights.
-        optimizer: optimizer whose moments are initialized.
-        mesh: mesh on which the state is placed.
-        offload: keep the moments in host memory.
-        copy: copy the arrays of `params`. If False, the state uses these arrays. This saves 4 bytes per parameter, but the first update donates the arrays.
+    If `copy` is False, the state uses the arrays of `params`. This saves 4 bytes per parameter, but the first update donates the arrays.
     """
     placed = state_shardings(params, optimizer, mesh, offload=offload)
     copied = jax.jit(_copied, out_shardings=placed.params)

@@ -165,12 +165,9 @@ class Updater:
         """Prepares the programs. They are compiled when they are first used.
 
         Args:
-            graph: structure of the decoder.
-            params: trained parameters, or their shapes.
+            graph, params: structure of the decoder, and the trained parameters or their shapes.
             optimizer: an optimizer with learning rate 1, for example from `make_optimizer`. The change is multiplied by the step's learning rate.
-            mesh: mesh on which the updates run.
-            objective: the loss function.
-            options: other options. None: the defaults.
+            mesh, objective, options: mesh on which the updates run, loss function, and other options.
             reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0 or the objective requires `ref_logprobs`.
             frozen: parameters of the base model, if `params` are adapters.
             teacher: a teacher with the same vocabulary, sharded over the same mesh.

@@ -10,7 +10,5 @@ def test_the_base_model_of_picked_sums_is_shipped_with_the_characters_of_the_tas
     text = picked_sums.ALPHABET
     tokenizer = load_tokenizer(PICKED_SUMS.base_model)
     assert tokenizer.encode(text).tolist() == list(range(2, 2 + len(text)))  # after padding and the end
-    assert (
-        load_config(PICKED_SUMS.base_model_config, schema=SftConfig).model.tokenizer == f"char:{text}"
-    )
+    assert load_config(PICKED_SUMS.base_model_config, schema=SftConfig).model.tokenizer == f"char:{text}"
     assert (PICKED_SUMS.base_model / "model.safetensors").stat().st_size < 3e6
