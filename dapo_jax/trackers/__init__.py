@@ -211,8 +211,8 @@ def check_trackers(log: LogConfig, run_dir: str) -> None:
 def opened(
     tracker: Callable[..., Tracker], run_dir: AnyPath, *, resume_step: int | None, config: str
 ) -> Tracker:
-    """Calls `tracker`, a class or a function that returns a tracker, with the other arguments whose names are among its parameters. `resume_step` is None for a new
-    run, and `config` is the run's configuration as YAML."""
+    """Calls `tracker`, a class or a function that returns a tracker, with the other arguments whose names are among its parameters. A new run has no `resume_step`,
+    and `config` is the configuration as YAML."""
     arguments = {"run_dir": run_dir, "resume_step": resume_step, "config": config}
     names = inspect.signature(tracker).parameters
     return tracker(**{name: value for name, value in arguments.items() if name in names})
