@@ -151,11 +151,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             raise self._failure(error) from error
 
     def wait(self) -> None:
-        """Waits until the save in progress is complete.
-
-        Raises:
-            CheckpointError: the save failed. The message names the step and the folder. Earlier checkpoints are intact.
-        """
+        """Waits until the save in progress is complete. Raises CheckpointError if the save failed. The message names the step and the folder. Earlier
+        checkpoints are intact."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:

@@ -267,10 +267,8 @@ def pack_arrays(
 ) -> tuple[UInt8[np.ndarray, " bytes"], dict[str, dict[str, Any]]]:
     """Copies arrays into one byte array, and returns it with its layout, which can be stored as JSON.
 
-    If the arrays were saved separately, JAX would narrow float64 and int64, and a restore would need to know their shapes.
-
-    Raises:
-        ValueError: an array contains Python objects or has named fields.
+    If the arrays were saved separately, JAX would narrow float64 and int64, and a restore would need to know their shapes. Raises ValueError if an array
+    contains Python objects or has named fields.
     """
     layout: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
@@ -298,11 +296,8 @@ def unpack_arrays(
 
 
 def flattened(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
-    """Returns a dict from readable paths, such as `params.layers.q_proj`, to the tree's leaves, in the tree's order.
-
-    Raises:
-        ValueError: a leaf cannot be stored, or two leaves have the same path.
-    """
+    """Returns a dict from readable paths, such as `params.layers.q_proj`, to the tree's leaves, in the tree's order. Raises ValueError if a leaf cannot be
+    stored, or two leaves have the same path."""
     flat: dict[str, jax.Array | jax.ShapeDtypeStruct] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):

@@ -80,11 +80,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def write_json(where: str, content: Any, *, flag: str = "--json") -> None:
-    """Writes `content` to the file `where`, or to standard output if `where` is `-`. `flag` is the option, for error messages.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Writes `content` to the file `where`, or to standard output if `where` is `-`. `flag` is the option, for error messages. Raises ConfigError if the file
+    cannot be written."""
     text = json.dumps(content, indent=1) + "\n"
     if where == "-":
         sys.stdout.write(text)

@@ -23,11 +23,8 @@ _QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
 def prepare(data: DataConfig) -> str:
-    """Prepares the dataset if needed. Returns a report with the number of rows, the rows left out, and the reference answers that graders cannot parse.
-
-    Raises:
-        ConfigError: the dataset cannot be loaded. The message names the file and line of an invalid row.
-    """
+    """Prepares the dataset if needed. Returns a report with the number of rows, the rows left out, and the reference answers that graders cannot parse. Raises
+    ConfigError if the dataset cannot be loaded. The message names the file and line of an invalid row."""
     splits = every_split(data)
     lines = []
     for split, rows in splits.items():
@@ -53,10 +50,7 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
     """Returns text with the number and lengths of the prompts in a split, and the first `count` prompts as a model receives them.
 
     `split` defaults to `train`, or to the first split if there is no split `train`. `model` is a `model.source`, whose tokenizer and chat template are used. If it is
-    empty, prompts are tokenized as bytes.
-
-    Raises:
-        ConfigError: there is no such dataset, split or model, or a prompt cannot be tokenized.
+    empty, prompts are tokenized as bytes. Raises ConfigError if there is no such dataset, split or model, or a prompt cannot be tokenized.
     """
     data = with_template_date(data)
     splits = every_split(data)

@@ -183,11 +183,8 @@ def converted_leaves(leaves: Mapping[str, Any], known: Iterable[str]) -> dict[st
 
 
 def refuse_former(values: Values, around: Values | None = None) -> None:
-    """Checks that nested mappings contain no key of an earlier version. `around` is the configuration that an override changes.
-
-    Raises:
-        ConfigError: there is such a key. The message contains today's key and its value.
-    """
+    """Checks that nested mappings contain no key of an earlier version. `around` is the configuration that an override changes. Raises ConfigError if there is
+    such a key. The message contains today's key and its value."""
     for key, former in FORMER.items():
         if has(values, key):
             value, others = value_of(values, key), _without(values, key) if around is None else around

@@ -111,11 +111,8 @@ def shown(value: object) -> str:
 
 
 def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES) -> None:
-    """Checks the type of a value, then its range or choices.
-
-    Raises:
-        ConfigError: the value is not allowed. The message names the key, the value and the remedy.
-    """
+    """Checks the type of a value, then its range or choices. Raises ConfigError if the value is not allowed. The message names the key, the value and the
+    remedy."""
     if isinstance(value, list):
         expected = next((kind for kind in get_args(expected) if get_origin(kind) is list), expected)
     if get_origin(expected) is UnionType and takes_mapping(expected) and isinstance(value, dict):

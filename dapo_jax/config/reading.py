@@ -67,11 +67,7 @@ def write_yaml(values: Mapping[str, Any]) -> str:
 
 
 def read_file(path: AnyPath) -> dict[Any, Any]:
-    """Loads a YAML file that contains a mapping.
-
-    Raises:
-        ConfigError: the file does not exist, is not YAML, or does not contain a mapping.
-    """
+    """Loads a YAML file that contains a mapping. Raises ConfigError if the file does not exist, is not YAML, or does not contain a mapping."""
     if not path.is_file():
         raise ConfigError(_missing_file(path))
     try:

@@ -90,11 +90,8 @@ def rules_by_key(schema: type, prefix: str = "") -> dict[str, Rules]:
 
 
 def entry(where: str, value: Mapping[str, Any], schema: type[_Entry]) -> _Entry:
-    """Converts the mapping at `where` to an object of class `schema`.
-
-    Raises:
-        ConfigError: a name is unknown or missing, or a value has the wrong type or is out of range. The message names the key.
-    """
+    """Converts the mapping at `where` to an object of class `schema`. Raises ConfigError if a name is unknown or missing, or a value has the wrong type or is
+    out of range. The message names the key."""
     hints = get_type_hints(schema)
     fields = {field.name: field for field in dataclasses.fields(cast(Any, schema))}
     for name, item in value.items():

@@ -33,10 +33,8 @@ FileRow: TypeAlias = tuple[str, Mapping[str, Any] | Exception]
 def data_files(path: Path) -> list[Path]:
     """Returns the data files at `path`: the file itself, or if it is a folder, all files in it with an extension in `KINDS`, sorted by name.
 
-    If a folder has no such files, but exactly one of its folders has some, returns the files of the inner folder.
-
-    Raises:
-        ValueError: the file or folder does not exist, or there is no file with a supported extension.
+    If a folder has no such files, but exactly one of its folders has some, returns the files of the inner folder. Raises ValueError if the file or folder does
+    not exist, or there is no file with a supported extension.
     """
     if path.is_dir():
         inside = [file for file in (*path.iterdir(), *path.glob("*/*")) if file.name.endswith(KINDS)]

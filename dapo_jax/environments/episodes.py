@@ -133,11 +133,8 @@ class Episodes(AbstractContextManager["Episodes"]):
         return self._submit(opened, begin)
 
     def check(self, prompt: Prompt, *, limit: int) -> str:
-        """Begins an episode of at most `limit` tokens and closes it. Returns the reason if it was lost or has no room for a turn.
-
-        Raises:
-            ConfigError: the chat template would lose every episode, for example because it has no place for tools.
-        """
+        """Begins an episode of at most `limit` tokens and closes it. Returns the reason if it was lost or has no room for a turn. Raises ConfigError if the
+        chat template would lose every episode, for example because it has no place for tools."""
         with self.kept_separate():
             before = self.start(prompt, 0).result()
             opened = self._open[prompt.ordinal, 0]

@@ -47,11 +47,8 @@ def make_mesh(
     context: int = 1,
     devices: Sequence[AnyDevice] | None = None,
 ) -> Mesh:
-    """Creates a mesh with the axes `data`, `fsdp`, `tensor` and `context`. At most one size may be -1: this axis gets all remaining devices.
-
-    Raises:
-        ConfigError: the product of the sizes is not the number of devices, or an axis other than `data` would span slices.
-    """
+    """Creates a mesh with the axes `data`, `fsdp`, `tensor` and `context`. At most one size may be -1: this axis gets all remaining devices. Raises ConfigError
+    if the product of the sizes is not the number of devices, or an axis other than `data` would span slices."""
     devices = jax.devices() if devices is None else devices
     sizes = dict(zip(AXES, (data, fsdp, tensor, context), strict=True))
     known = math.prod(size for size in sizes.values() if size != -1)

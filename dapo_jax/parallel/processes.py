@@ -35,10 +35,8 @@ def wanted(environment: Mapping[str, str] = os.environ) -> bool:
     """Returns whether environment variables declare that this process is one of several.
 
     This is the case if `JAX_COORDINATOR_ADDRESS` is set (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), or if `DAPO_JAX_DISTRIBUTED=1`. In the
-    second case, JAX gets these three values from Cloud TPU, Slurm, GKE or MPI. With `DAPO_JAX_DISTRIBUTED=0`, this process is always the only one.
-
-    Raises:
-        ConfigError: `DAPO_JAX_DISTRIBUTED` has another value.
+    second case, JAX gets these three values from Cloud TPU, Slurm, GKE or MPI. With `DAPO_JAX_DISTRIBUTED=0`, this process is always the only one. Raises
+    ConfigError if `DAPO_JAX_DISTRIBUTED` has another value.
     """
     value = environment.get("DAPO_JAX_DISTRIBUTED", "")
     if value not in ("", "0", "1"):

@@ -38,10 +38,8 @@ SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None, "expe
 def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINER_RULES) -> PyTree:
     """Returns a `NamedSharding` for every leaf of `tree`, from the logical axes of its `nnx.Variable`.
 
-    Additional leading dimensions, such as the dimension of stacked layers, are not sharded. A leaf without logical axes is replicated.
-
-    Raises:
-        ValueError: a dimension is not divisible by the size of its mesh axis.
+    Additional leading dimensions, such as the dimension of stacked layers, are not sharded. A leaf without logical axes is replicated. Raises ValueError if a
+    dimension is not divisible by the size of its mesh axis.
     """
 
     def place(path: tuple[Any, ...], leaf: Any) -> Any:

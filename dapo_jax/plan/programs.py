@@ -57,11 +57,8 @@ class Programs:
 
     @cached_property
     def meshes(self) -> Meshes:
-        """The meshes of the trainer and the sampler.
-
-        Raises:
-            ConfigError: the mesh axes do not fit the devices, or the rows of a microbatch do not fit the mesh.
-        """
+        """The meshes of the trainer and the sampler. Raises ConfigError if the mesh axes do not fit the devices, or the rows of a microbatch do not fit the
+        mesh."""
         parallel, rows = self.config.parallel, self.config.batch.rows_per_microbatch
         meshes = meshes_of(parallel, rows_per_microbatch=rows, devices=self.devices)
         sampler = meshes.sampler

@@ -89,10 +89,8 @@ def parse(name: str) -> Topology:
     """Returns the slice or the machines with this name.
 
     Slices are CHIP:AxB, CHIP:AxBxC, or Google Cloud's name (v5p-256, v5litepod-64, v6e-8). GPUs are CHIP:N for N GPUs on one
-    machine or on machines of 8, or CHIPxM:N on machines of M.
-
-    Raises:
-        ConfigError: there are no such devices; the message lists topologies of that chip, or the nearest names.
+    machine or on machines of 8, or CHIPxM:N on machines of M. Raises ConfigError if there are no such devices; the message lists topologies of that chip, or
+    the nearest names.
     """
     known = _known()
     if name in known:
@@ -136,11 +134,8 @@ def _machines(name: str, chip: Chip, per_machine: int, count: int) -> Topology:
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
-    """Returns the devices of a topology as libtpu or the CUDA plugin describes them. Programs can be compiled for them, but they cannot store arrays.
-
-    Raises:
-        ConfigError: the compiler is not installed, or does not know the slice.
-    """
+    """Returns the devices of a topology as libtpu or the CUDA plugin describes them. Programs can be compiled for them, but they cannot store arrays. Raises
+    ConfigError if the compiler is not installed, or does not know the slice."""
     compilers, extra, size = ["libtpu"], "tpu", "684 MB"
     described: dict[str, Any] = {"platform": "tpu", "chips_per_host_bounds": topology.host, "num_slices": 1}
     if topology.chip.target:

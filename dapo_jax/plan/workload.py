@@ -103,11 +103,8 @@ class Workload:
 
 
 def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
-    """Returns the work of one step with this configuration.
-
-    Raises:
-        ConfigError: an assumed length exceeds the configured limit, or dynamic sampling would need too many waves.
-    """
+    """Returns the work of one step with this configuration. Raises ConfigError if an assumed length exceeds the configured limit, or dynamic sampling would
+    need too many waves."""
     batch, notes = config.batch, list[str]()
     limit, prompt_limit = config.sampling.max_response_tokens, config.data.max_prompt_tokens
     mean = _length("--response-tokens", assumed.response_tokens, "sampling.max_response_tokens", limit, notes)

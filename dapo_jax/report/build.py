@@ -47,11 +47,7 @@ class Report:
     """The times of all steps as a trace that chrome://tracing and Perfetto open, after conversion to JSON (see `timeline.trace_of`)."""
 
     def save(self, path: str | PathLike[str]) -> AnyPath:
-        """Writes the page atomically and returns its path, which may be in a bucket.
-
-        Raises:
-            OSError: the page cannot be written.
-        """
+        """Writes the page atomically and returns its path, which may be in a bucket. Raises OSError if the page cannot be written."""
         file = path_of(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, self.html.encode("utf-8"))

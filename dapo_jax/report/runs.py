@@ -48,12 +48,8 @@ class RunFiles:
 
 
 def read_runs(folders: Sequence[str | PathLike[str]]) -> list[RunFiles]:
-    """Loads run folders, local or in a bucket.
-
-    Raises:
-        ConfigError: a run does not exist, has no metrics yet, is not a training run, or has a damaged line or configuration.
-            The message names the folder or file.
-    """
+    """Loads run folders, local or in a bucket. Raises ConfigError if a run does not exist, has no metrics yet, is not a training run, or has a damaged line or
+    configuration. The message names the folder or file."""
     return [read_run(folder, name) for name, folder in named(folders).items()]
 
 

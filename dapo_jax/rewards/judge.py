@@ -54,11 +54,8 @@ class JudgeConfig:
 
 
 class Judge:
-    """An async reward function that asks a judge. `path` is a YAML file with the fields of `JudgeConfig`.
-
-    Raises:
-        ConfigError: the file or a value in it is invalid, the API key is missing, or the cache cannot be opened.
-    """
+    """An async reward function that asks a judge. `path` is a YAML file with the fields of `JudgeConfig`. Raises ConfigError if the file or a value in it is
+    invalid, the API key is missing, or the cache cannot be opened."""
 
     limits_itself = True  # so `AsyncCalls` does not limit its calls
 

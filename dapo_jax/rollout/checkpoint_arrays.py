@@ -61,11 +61,8 @@ def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None
 
 
 def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Group]:
-    """Rebuilds the groups that `group_arrays` flattened; other arrays are ignored. In brief groups, tokens are placeholder zeros that occupy no memory.
-
-    Raises:
-        ValueError: the records are damaged.
-    """
+    """Rebuilds the groups that `group_arrays` flattened; other arrays are ignored. In brief groups, tokens are placeholder zeros that occupy no memory. Raises
+    ValueError if the records are damaged."""
     if "records" not in arrays:
         return []
     take = _Parts(arrays)
@@ -90,11 +87,8 @@ def flight_arrays(in_flight: InFlight | None) -> Arrays:
 
 
 def flight_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> InFlight | None:
-    """Rebuilds the responses in flight that `flight_arrays` flattened; other arrays are ignored. Returns None if nothing was in flight.
-
-    Raises:
-        ValueError: the records are damaged.
-    """
+    """Rebuilds the responses in flight that `flight_arrays` flattened; other arrays are ignored. Returns None if nothing was in flight. Raises ValueError if
+    the records are damaged."""
     arrays = {name.removeprefix(_FLIGHT): arrays[name] for name in arrays if name.startswith(_FLIGHT)}
     if not arrays:
         return None

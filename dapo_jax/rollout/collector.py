@@ -226,12 +226,9 @@ class Collector:
             self.responses.pop(ResponseId(ordinal, index), None)
 
     def finish(self) -> Collected:
-        """Ends the step. Returns the groups to train on, which are the first informative groups by ordinal, and the groups that are left.
-
-        Raises:
-            ShortfallError: there are too few informative groups and `trains_fewer` is False, or there is not a single informative group. The message counts the groups by
-                kind, because too easy and too hard prompts need opposite remedies.
-        """
+        """Ends the step. Returns the groups to train on, which are the first informative groups by ordinal, and the groups that are left. Raises ShortfallError
+        if there are too few informative groups and `trains_fewer` is False, or there is not a single informative group. The message counts the groups by
+        kind, because too easy and too hard prompts need opposite remedies."""
         if len(self.ready) < self.needed and not (self.trains_fewer and self.ready):
             waves = f" in {self.waves} waves of {self._wave} prompts" if self.clock.sizes.waves else ""
             fewer = "" if self.trains_fewer else ", or set dynamic_sampling.on_shortfall=train_fewer"

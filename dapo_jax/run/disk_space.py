@@ -30,11 +30,8 @@ class Room(NamedTuple):
 
 
 def check_room(config: TrainConfig, parameters: int) -> str:
-    """Returns a warning if the disks have little room for a run with this number of trained parameters, otherwise an empty string.
-
-    Raises:
-        ConfigError: the disks have too little room. Raised in every process.
-    """
+    """Returns a warning if the disks have little room for a run with this number of trained parameters, otherwise an empty string. Raises ConfigError if the
+    disks have too little room. It is raised in every process."""
 
     def checked() -> bytes:
         message, state, remedy = room_for(bytes_to_write(config, parameters))

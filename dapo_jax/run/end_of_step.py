@@ -101,10 +101,8 @@ class EndOfStep(Observer):
     def saves_last_step(self) -> Iterator[None]:
         """Returns a context manager that saves the last finished step if the run stops or fails inside the block.
 
-        A note is added to the error with the checkpoint from which `--resume` continues.
-
-        Raises:
-            CheckpointError: the run was asked to stop, but its last step could not be saved.
+        A note is added to the error with the checkpoint from which `--resume` continues. Raises CheckpointError if the run was asked to stop, but its last step
+        could not be saved.
         """
         try:
             yield

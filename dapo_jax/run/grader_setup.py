@@ -92,10 +92,8 @@ def submit_of(
 ) -> tuple[Submit, Close | None]:
     """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop (None if nothing was started).
 
-    `graders` is the result of `check_graders`. If empty, the configured graders are loaded.
-
-    Raises:
-        ConfigError: a grader cannot be loaded, or its weight is missing. In this case nothing was started.
+    `graders` is the result of `check_graders`. If empty, the configured graders are loaded. Raises ConfigError if a grader cannot be loaded, or its weight is
+    missing. In this case nothing was started.
     """
     graders = graders or check_graders(config)
     closing: list[Close] = []
@@ -177,11 +175,8 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
 
 
 def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
-    """Checks a list of (function or grader's name, weight) pairs that was passed from Python.
-
-    Raises:
-        ConfigError: `reward` is not such a list. The message names the index of the invalid entry.
-    """
+    """Checks a list of (function or grader's name, weight) pairs that was passed from Python. Raises ConfigError if `reward` is not such a list. The message
+    names the index of the invalid entry."""
     if not isinstance(reward, list | tuple) or not reward:
         raise ConfigError(
             f"reward: found {reward!r:.80}, needs a function or a list of (function, weight) pairs, or None to use the configured grader"
@@ -201,11 +196,8 @@ def environment_of(
     *,
     reward: Rewards | None = None,
 ) -> Environment | None:
-    """Loads the environment of a run, or returns None if no environment is configured. Call it before slow work such as loading a model.
-
-    Raises:
-        ConfigError: the environment cannot be loaded, or `reward` was given as well.
-    """
+    """Loads the environment of a run, or returns None if no environment is configured. Call it before slow work such as loading a model. Raises ConfigError if
+    the environment cannot be loaded, or `reward` was given as well."""
     if not config.source:
         return None
     if reward is not None:

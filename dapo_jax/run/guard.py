@@ -142,11 +142,8 @@ class Guard(Observer):
             raise GuardError(f"the weights {whose} are not finite: {some(bad)}; start from different weights")
 
     def after_step(self, result: StepResult) -> None:
-        """Checks the step, and adds the guard's metrics to `result.metrics`.
-
-        Raises:
-            GuardError: the weights are not finite, or a limit in `config.guard` is exceeded. Before it is raised, the step's metrics are written.
-        """
+        """Checks the step, and adds the guard's metrics to `result.metrics`. Raises GuardError if the weights are not finite, or a limit in `config.guard` is
+        exceeded. Before it is raised, the step's metrics are written."""
         self._check()  # first, because this observer and later ones write to the folder
         metrics, step = result.metrics, result.position.step
         skipped, drifted = self._skipped(result), self._drifted(step, metrics)

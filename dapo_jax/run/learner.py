@@ -90,11 +90,8 @@ class Learner:
 
 
 def load_learner(config: TrainConfig | SftConfig, meshes: Meshes, *, weights: bool = True) -> Learner:
-    """Loads the policy of `model.source` onto the training mesh. Without `weights`, the policy has shapes in place of weights.
-
-    Raises:
-        ConfigError: the policy cannot be loaded or trained with this configuration.
-    """
+    """Loads the policy of `model.source` onto the training mesh. Without `weights`, the policy has shapes in place of weights. Raises ConfigError if the policy
+    cannot be loaded or trained with this configuration."""
     policy = load_policy(
         config.model,
         lora=lora_of(config.lora),

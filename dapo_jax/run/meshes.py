@@ -15,11 +15,8 @@ def mesh_of(
     rows_per_microbatch: int | None = None,
     devices: Sequence[AnyDevice] | None = None,
 ) -> jax.sharding.Mesh:
-    """Returns the mesh that `axes` describes. It consists of `devices`, which defaults to all devices.
-
-    Raises:
-        ConfigError: the axes do not match the number of devices, or the rows of a microbatch cannot be distributed evenly over the mesh.
-    """
+    """Returns the mesh that `axes` describes. It consists of `devices`, which defaults to all devices. Raises ConfigError if the axes do not match the number
+    of devices, or the rows of a microbatch cannot be distributed evenly over the mesh."""
     sizes = {"data": axes.data, "fsdp": axes.fsdp, "tensor": axes.tensor, "context": axes.context}
     mesh = make_mesh(**sizes, devices=devices)
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -37,10 +34,7 @@ def meshes_of(
     rows_per_microbatch: int | None = None,
     devices: Sequence[AnyDevice] | None = None,
 ) -> Meshes:
-    """Returns the meshes of the trainer and the samplers that `axes` describes. For the other arguments, see `mesh_of`.
-
-    Raises:
-        ConfigError: `mesh_of` failed, or the samplers do not match the number of processes or devices.
-    """
+    """Returns the meshes of the trainer and the samplers that `axes` describes. For the other arguments, see `mesh_of`. Raises ConfigError if `mesh_of` failed,
+    or the samplers do not match the number of processes or devices."""
     train = mesh_of(axes, rows_per_microbatch=rows_per_microbatch, devices=devices)
     return make_meshes(train, sampler_tensor=axes.sampler_tensor, sampler_hosts=axes.sampler_hosts)

@@ -264,11 +264,8 @@ class _WeightLoader:
 
 
 def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
-    """Checks that a run trains adapters if it starts from an adapter folder.
-
-    Raises:
-        ConfigError: the run would train all weights. The message contains the adapter's settings.
-    """
+    """Checks that a run trains adapters if it starts from an adapter folder. Raises ConfigError if the run would train all weights. The message contains the
+    adapter's settings."""
     adapter = policy.decoder.lora
     if adapter is not None and not config.rank:
         raise ConfigError(

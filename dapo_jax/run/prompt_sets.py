@@ -57,11 +57,8 @@ def prompt_sets(
     rows: GivenRows | None = None,
     eval_rows: GivenRows | None = None,
 ) -> PromptSets:
-    """Loads the prompts for training and evaluation. If only `rows` are given from Python, there is no evaluation.
-
-    Raises:
-        ConfigError: `training_prompts` or `held_out_prompts` failed.
-    """
+    """Loads the prompts for training and evaluation. If only `rows` are given from Python, there is no evaluation. Raises ConfigError if `training_prompts` or
+    `held_out_prompts` failed."""
     training, info = training_prompts(config.data, tokenizer, seed=config.seed, rows=rows)
     if rows is not None and eval_rows is None:
         return PromptSets(training=training, info=info, held_out={})
@@ -72,11 +69,8 @@ def prompt_sets(
 def training_prompts(
     data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
 ) -> tuple[PromptSource, DatasetInfo]:
-    """Returns the prompts to train on, from the given rows or the configured dataset or mixture, without prompts that are too long.
-
-    Raises:
-        ConfigError: a dataset cannot be read, or all of its prompts are too long.
-    """
+    """Returns the prompts to train on, from the given rows or the configured dataset or mixture, without prompts that are too long. Raises ConfigError if a
+    dataset cannot be read, or all of its prompts are too long."""
     sources = [_own_source(data, data.train_split)]
     if data.mixture and rows is None:
         sources = entries("data.mixture", data.mixture, SourceConfig)
@@ -133,11 +127,8 @@ def repeated_prompts(config: TrainConfig, rows: int) -> tuple[str, str] | None:
 def held_out_prompts(
     data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None
 ) -> dict[str, list[Prompt]]:
-    """Returns the prompts of each evaluation dataset by name. The datasets are the given rows, or `eval.datasets`, or the eval split of `data.source`.
-
-    Raises:
-        ConfigError: a dataset cannot be read, or a prompt is too long. Long prompts are not left out, because that would change the score.
-    """
+    """Returns the prompts of each evaluation dataset by name. The datasets are the given rows, or `eval.datasets`, or the eval split of `data.source`. Raises
+    ConfigError if a dataset cannot be read, or a prompt is too long. Long prompts are not left out, because that would change the score."""
     prompts: dict[str, list[Prompt]] = {}
     default = [_own_source(data, data.eval_split)]
     for source in _evaluation_sources(data, config) if rows is None else default:
@@ -154,11 +145,8 @@ def held_out_prompts(
 
 
 def every_split(data: DataConfig) -> dict[str, LoadedRows]:
-    """Returns all splits of the configured dataset by name, and prepares the dataset if necessary.
-
-    Raises:
-        ConfigError: the dataset cannot be read. The message names the file and line of an invalid row.
-    """
+    """Returns all splits of the configured dataset by name, and prepares the dataset if necessary. Raises ConfigError if the dataset cannot be read. The
+    message names the file and line of an invalid row."""
     whole = _own_source(data, "")
     with _named(whole):
         splits = dataset_splits(data.source, **_reading(data, whole))

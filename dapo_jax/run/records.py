@@ -47,11 +47,8 @@ class Records(AbstractContextManager):
     def __init__(
         self, config: TrainConfig, run_dir: AnyPath, *, resume_step: int | None, decode: Decode | None = None
     ) -> None:
-        """Opens the trackers. If `resume_step` is given, metrics of later steps are removed from metrics.jsonl. See `format_rollouts` for `decode`.
-
-        Raises:
-            ConfigError: metrics.jsonl is damaged, or belongs to another run.
-        """
+        """Opens the trackers. If `resume_step` is given, metrics of later steps are removed from metrics.jsonl. See `format_rollouts` for `decode`. Raises
+        ConfigError if metrics.jsonl is damaged, or belongs to another run."""
         self._config, self._decode = config, decode
         self._run_dir = run_dir
         self._path = run_dir / "metrics.jsonl"

@@ -47,11 +47,8 @@ class ResumePoint:
 
 
 def has_checkpoint(folder: AnyPath) -> bool:
-    """Returns whether the folder contains a checkpoint, which may be damaged. All processes return the answer of the first process.
-
-    Raises:
-        CheckpointError: the folder cannot be listed.
-    """
+    """Returns whether the folder contains a checkpoint, which may be damaged. All processes return the answer of the first process. Raises CheckpointError if
+    the folder cannot be listed."""
     return bool(broadcast_from_first(b"checkpoints" if step_folders(epath.Path(folder)) else b""))
 
 
@@ -123,11 +120,8 @@ def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict
 
 def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Checks that the checkpoint `where` with this `progress` belongs to the run with the identity `own`. A checkpoint without an identity, from a user's own training
-    loop, is accepted. Prompts are compared only if `own` contains them. Of the model's files, only the files listed in `own` are compared.
-
-    Raises:
-        ConfigError: the checkpoint belongs to another run. The message contains the differences and a remedy.
-    """
+    loop, is accepted. Prompts are compared only if `own` contains them. Of the model's files, only the files listed in `own` are compared. Raises ConfigError
+    if the checkpoint belongs to another run. The message contains the differences and a remedy."""
     if (kept := progress.get(IDENTITY)) is None:
         return
     # A key that is newer than the checkpoint had its default.

@@ -166,11 +166,8 @@ def _similar_run(run_dir: AnyPath) -> AnyPath | None:
 
 def checked_folder(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
     """Converts the `value` of a configuration key (a local path, or `gs://BUCKET/FOLDER`) to a folder, and checks read access or, with `write`, write access.
-    A local path becomes absolute, because a reward function may call os.chdir.
-
-    Raises:
-        ConfigError: gcsfs is not installed, the bucket does not exist, or the folder is not writable.
-    """
+    A local path becomes absolute, because a reward function may call os.chdir. Raises ConfigError if gcsfs is not installed, the bucket does not exist, or the
+    folder is not writable."""
     with prefixed(f"{key}={value}", OSError):
         folder = path_of(value)
         folder.exists()  # raises an error for a name that the file system does not allow
@@ -180,9 +177,6 @@ def checked_folder(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
 
 def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
     """Acquires the lock on a folder that `checked_folder` returned, and creates the folder if necessary. Call it before reading or writing files in the folder.
-
-    Raises:
-        ConfigError: another process has the lock, or the folder is not writable.
-    """
+    Raises ConfigError if another process has the lock, or the folder is not writable."""
     with prefixed(f"{key}={value}", LockedError):
         return take(folder, lost=lost)

@@ -74,11 +74,8 @@ class Source(NamedTuple):
 
 def source_of(model: ModelConfig, *, weights: bool = False) -> Source:
     """Resolves `model.source`. A run may have started from another run, so its base model is the model from which the first of these runs started.
-    With `weights`, the weights of an adapter that is on the hub are downloaded.
-
-    Raises:
-        ValueError: the model or the base of an adapter does not exist, the adapter is not supported, or a model has no checkpoint to choose.
-    """
+    With `weights`, the weights of an adapter that is on the hub are downloaded. Raises ValueError if the model or the base of an adapter does not exist, the
+    adapter is not supported, or a model has no checkpoint to choose."""
     base, runs = model, list[TrainConfig]()
     while True:
         base, run = _opened(base)
@@ -139,11 +136,8 @@ def _no_base(key: str, why: str) -> str:
 
 
 def run_at(source: str) -> AnyPath | None:
-    """Returns the folder if `source` is a training run or a warm start, or None if it is a model.
-
-    Raises:
-        ConfigError: the folder cannot be read, or is neither a run nor a model.
-    """
+    """Returns the folder if `source` is a training run or a warm start, or None if it is a model. Raises ConfigError if the folder cannot be read, or is
+    neither a run nor a model."""
     source = source_parts(source).place
     _check_prefix(source)
     folder = checked_folder(source, key="model", write=False)
@@ -179,11 +173,8 @@ def data_of_run(source: str) -> DataConfig | None:
 
 
 def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
-    """Returns the folder of the model `model.source`. If the model is on the hub, downloads it first, with `weights` including its weights.
-
-    Raises:
-        ValueError: the model does not exist, the hub or the bucket cannot be reached, or the source is a file.
-    """
+    """Returns the folder of the model `model.source`. If the model is on the hub, downloads it first, with `weights` including its weights. Raises ValueError
+    if the model does not exist, the hub or the bucket cannot be reached, or the source is a file."""
     kind, _, name = model.parts.place.partition(":")
     if kind == "shipped":
         assets = Path(str(resources.files("dapo_jax"))) / "assets"
@@ -207,10 +198,8 @@ def description_of(
 ) -> tuple[DecoderConfig, Tokenizer, AnyPath | None]:
     """Returns the decoder configuration, the tokenizer and the model folder. Never reads weights, but downloads them from the hub if `weights` is True.
 
-    For a preset, returns None as the folder, and uses the vocabulary size of the tokenizer.
-
-    Raises:
-        ValueError: the model does not exist, or its configuration or tokenizer cannot be read.
+    For a preset, returns None as the folder, and uses the vocabulary size of the tokenizer. Raises ValueError if the model does not exist, or its configuration
+    or tokenizer cannot be read.
     """
     source, _, name = model.source.partition(":")
     if source == "preset":
@@ -223,11 +212,8 @@ def description_of(
 
 
 def tokenizer_of(model: ModelConfig) -> Tokenizer:
-    """Returns the tokenizer of `model.source`, without loading weights.
-
-    Raises:
-        ConfigError: the model does not exist, or its configuration or tokenizer cannot be read.
-    """
+    """Returns the tokenizer of `model.source`, without loading weights. Raises ConfigError if the model does not exist, or its configuration or tokenizer
+    cannot be read."""
     with prefixed(f"model.source={model.source!r}"):
         return source_of(model).read(partial(description_of, weights=False))[1]
 

@@ -17,11 +17,8 @@ def teacher_of(config: TrainConfig) -> ModelConfig:
 
 
 def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
-    """Loads the teacher of a run, sharded over `mesh`.
-
-    Raises:
-        ConfigError: the teacher cannot be loaded, its tokenizer is not the tokenizer of the student, or it has fewer vocabulary entries.
-    """
+    """Loads the teacher of a run, sharded over `mesh`. Raises ConfigError if the teacher cannot be loaded, its tokenizer is not the tokenizer of the student,
+    or it has fewer vocabulary entries."""
     model, longest = teacher_of(config), config.sequence_tokens
     teacher = load_policy(model, seed=config.seed, mesh=mesh, section="teacher", longest=longest)
     if student.tokenizer != teacher.tokenizer:

@@ -53,11 +53,8 @@ def training_pass(
     device: AnyDevice | None = None,
 ) -> TrainingPass:
     """Returns the training pass of the trained model or of the teacher. `device` is the device whose attention kernel is used. It defaults to the first of the mesh.
-    `row_tokens` is rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
-
-    Raises:
-        ConfigError: row length, mesh and attention do not fit together.
-    """
+    `row_tokens` is rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set. Raises ConfigError if row length, mesh and
+    attention do not fit together."""
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
     if decoder.fixed and context > 1:
         raise ConfigError(
@@ -151,11 +148,8 @@ class StepBatches:
         return [minibatch for minibatch in split if any(map(has_loss, minibatch))]
 
     def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
-        """Computes the advantages of a step, and splits its groups into updates. Returns the packed microbatches of each update as host arrays.
-
-        Raises:
-            ValueError: the function `advantages` did not return one number per rollout.
-        """
+        """Computes the advantages of a step, and splits its groups into updates. Returns the packed microbatches of each update as host arrays. Raises
+        ValueError if the function `advantages` did not return one number per rollout."""
         config, packed = self._config, []
         by, filtered = config.loss.aggregation, config.reward.overlong.filter_truncated
         computed = [np.asarray(values, np.float64) for values in self._compute(groups)]

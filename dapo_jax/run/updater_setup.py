@@ -27,11 +27,8 @@ _KEPT = 4
 
 
 def objective_of(loss: LossConfig) -> Objective:
-    """Returns the objective that a configuration names, with its options set, and with the clip ratios if the function has them.
-
-    Raises:
-        ConfigError: the objective cannot be loaded, or it does not have an option.
-    """
+    """Returns the objective that a configuration names, with its options set, and with the clip ratios if the function has them. Raises ConfigError if the
+    objective cannot be loaded, or it does not have an option."""
     clips = tuple(getattr(loss, name) for name in CLIPS)
     # Runs with the same built-in objective share their programs. A user's function may have changed since the last call, so it is loaded each time.
     name, options = named(loss.objective)
@@ -49,11 +46,8 @@ def _objective(spec: str, options: str, clips: tuple[float, float]) -> Objective
 
 
 def has_reference(config: TrainConfig, objective: Objective) -> bool:
-    """Returns whether an update needs the log-probabilities of a reference policy, for the KL penalty or for the objective.
-
-    Raises:
-        ConfigError: the objective requires an array that the configuration does not provide.
-    """
+    """Returns whether an update needs the log-probabilities of a reference policy, for the KL penalty or for the objective. Raises ConfigError if the objective
+    requires an array that the configuration does not provide."""
     arrays = wanted(objective)
     unset = {"selected": "loss.select"} if config.loss.select == "all" else {}
     if not config.teacher.source or config.teacher.kl == "full":
@@ -64,11 +58,8 @@ def has_reference(config: TrainConfig, objective: Objective) -> bool:
 
 
 def recorded_values(config: TrainConfig, decoder: DecoderConfig) -> Shapes:
-    """Returns the optional values that a run records for each token: with routing replay, the experts that the sampler chose, [layers, chosen].
-
-    Raises:
-        ConfigError: a record cannot have the numbers of all experts.
-    """
+    """Returns the optional values that a run records for each token: with routing replay, the experts that the sampler chose, [layers, chosen]. Raises
+    ConfigError if a record cannot have the numbers of all experts."""
     if config.rollout.routing_replay == "off" or decoder.experts is None:
         return ()
     if decoder.experts.count > NO_ROUTE:

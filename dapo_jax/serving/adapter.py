@@ -83,12 +83,9 @@ class JetStreamEngine(engine_api.Engine):
     def prefill(
         self, *, params: PyTree, existing_prefix: Any = None, padded_tokens: Any, true_length: int
     ) -> ServedPrefix:
-        """Prefills one prompt, given by the first `true_length` ids of `padded_tokens`.
-
-        Raises:
-            ValueError: `existing_prefix` is given, or the prompt is empty, leaves no room for a response in its slot, or is longer than
-                `padded_tokens`. The last case occurs if JetStream's tokenizer truncates a prompt but reports its full length.
-        """
+        """Prefills one prompt, given by the first `true_length` ids of `padded_tokens`. Raises ValueError if `existing_prefix` is given, or the prompt is
+        empty, leaves no room for a response in its slot, or is longer than `padded_tokens`. The last case occurs if JetStream's tokenizer truncates a prompt
+        but reports its full length."""
         if existing_prefix is not None:
             raise ValueError("existing_prefix is given, but this engine prefills whole prompts only")
         tokens, capacity = np.asarray(padded_tokens, np.int32), self._engine.capacity

@@ -118,10 +118,8 @@ class RequestLoop:
     ) -> ServedRequest:  # fmt: skip
         """Queues a request for `count` responses of up to `max_tokens` tokens, and returns immediately. May be called from any thread.
 
-        With `scores`, the prompt is scored. The response is then the prompt, and with `max_tokens=1` also the most likely next token.
-
-        Raises:
-            RequestError: too many responses are running or waiting, or the loop is stopping.
+        With `scores`, the prompt is scored. The response is then the prompt, and with `max_tokens=1` also the most likely next token. Raises RequestError if
+        too many responses are running or waiting, or the loop is stopping.
         """
         with self._changed:
             if self._stopping:

@@ -66,11 +66,8 @@ class ServedLimits:
     def request(
         self, prompt: Int[np.ndarray, " prompt"], max_tokens: int, *, count: int = 1, named: str = "max_tokens", **others: Any
     ) -> CheckedRequest:  # fmt: skip
-        """Checks and returns a request. `named` is the name of the field that set `max_tokens`, for error messages.
-
-        Raises:
-            RequestError: the prompt is empty or too long, or `max_tokens` or `count` is zero or too large.
-        """
+        """Checks and returns a request. `named` is the name of the field that set `max_tokens`, for error messages. Raises RequestError if the prompt is empty
+        or too long, or `max_tokens` or `count` is zero or too large."""
         if not 0 < len(prompt) <= self.max_prompt_tokens:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; the server accepts 1 to {self.max_prompt_tokens}: shorten it, or serve with a larger --max-prompt-tokens",
@@ -98,11 +95,8 @@ class ServedLimits:
 
 @asynccontextmanager
 async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator[AsyncIterator[NewTokens]]:
-    """Submits a request, and yields an iterator over the new tokens of its responses. Leaving the context cancels unfinished responses.
-
-    Raises:
-        RequestError: the queue is full, the loop is stopping, or a log-probability is not finite.
-    """
+    """Submits a request, and yields an iterator over the new tokens of its responses. Leaving the context cancels unfinished responses. Raises RequestError if
+    the queue is full, the loop is stopping, or a log-probability is not finite."""
     queue: asyncio.Queue[NewTokens | BaseException] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 

@@ -44,11 +44,8 @@ os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
 def path_of(text: str | PathLike[str]) -> AnyPath:
-    """Converts a string to a path. `~` is expanded to the home folder.
-
-    Raises:
-        ValueError: the path is in a bucket but gcsfs is not installed, or it is a URL other than `gs://BUCKET/...`.
-    """
+    """Converts a string to a path. `~` is expanded to the home folder. Raises ValueError if the path is in a bucket but gcsfs is not installed, or it is a URL
+    other than `gs://BUCKET/...`."""
     name = os.fspath(text)
     if "://" not in name:
         return Path(name).expanduser()
@@ -66,10 +63,8 @@ def in_bucket(path: str | PathLike[str]) -> bool:
 def check_access(folder: AnyPath, *, write: bool) -> None:
     """Tests the operations that a run needs: reading the bucket's metadata, listing `folder`, and with `write`, writing and deleting.
 
-    A local `folder` is tested only if `write` is True: the folder or its nearest existing parent must be writable.
-
-    Raises:
-        ValueError: an operation failed. The message contains the operation and the reason.
+    A local `folder` is tested only if `write` is True: the folder or its nearest existing parent must be writable. Raises ValueError if an operation failed.
+    The message contains the operation and the reason.
     """
     if not in_bucket(folder):
         existing = next(path for path in (folder, *Path(folder).absolute().parents) if os.path.lexists(path))
@@ -125,10 +120,7 @@ def files_below(folder: AnyPath) -> list[AnyPath]:
 def stored_files(folder: AnyPath) -> dict[str, tuple[int, str]]:
     """Returns a dict from the relative path of every file in `folder` and its subfolders to the file's size and md5, sorted by path.
 
-    The md5 is the digest that the bucket reports, in base64. It is empty for local files and composite objects.
-
-    Raises:
-        OSError: a folder cannot be listed.
+    The md5 is the digest that the bucket reports, in base64. It is empty for local files and composite objects. Raises OSError if a folder cannot be listed.
     """
     files: dict[str, tuple[int, str]] = {}
     if in_bucket(folder):
@@ -172,11 +164,8 @@ def files_of(folder: AnyPath, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def ranges_bytes(path: AnyPath, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Returns the bytes in each `(start, stop)` range of a file. From a bucket, only these ranges are fetched, concurrently.
-
-    Raises:
-        OSError: the file does not exist, is too short, or cannot be read.
-    """
+    """Returns the bytes in each `(start, stop)` range of a file. From a bucket, only these ranges are fetched, concurrently. Raises OSError if the file does
+    not exist, is too short, or cannot be read."""
 
     def read(bounds: tuple[int, int]) -> bytes:
         start, stop = bounds
@@ -236,11 +225,8 @@ def write_whole(path: AnyPath, data: bytes) -> None:
 
 @contextmanager
 def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing. It gets its final name when the `with` block ends. If the block raises, the file is removed. A device or a pipe is written directly.
-
-    Raises:
-        OSError: the file cannot be written, or the name belongs to a folder.
-    """
+    """Opens a new file for writing. It gets its final name when the `with` block ends. If the block raises, the file is removed. A device or a pipe is written
+    directly. Raises OSError if the file cannot be written, or the name belongs to a folder."""
     if in_bucket(path):
         # A transaction covers all concurrent writes through a client, so only this module may use this client.
         with _objects().transaction, _objects().open(str(path), "wb") as file:

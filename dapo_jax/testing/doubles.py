@@ -95,11 +95,8 @@ class ScriptedEngine:
     def insert(
         self, prefix: Int[np.ndarray, " prompts"], state: PyTree, insertion: Insertion, key: PRNGKeyArray
     ) -> tuple[ScriptedSlot, ...]:
-        """Puts responses into slots.
-
-        Raises:
-            ValueError: a response may exceed the capacity of its slot, or its script has neither an end token nor enough tokens.
-        """
+        """Puts responses into slots. Raises ValueError if a response may exceed the capacity of its slot, or its script has neither an end token nor enough
+        tokens."""
         slots = list(state)
         names = ("slots", "prompts", "ordinals", "indices", "limits", "drawn", "turns")
         columns = (getattr(insertion, name).tolist() for name in names)

@@ -181,11 +181,7 @@ BUILT_IN: dict[str, Callable[..., Tracker]] = {"tensorboard": TensorBoardTracker
 
 
 def tracker_classes(log: LogConfig) -> dict[str, Callable[..., Tracker]]:
-    """Returns the classes in `log.trackers` by their names.
-
-    Raises:
-        ConfigError: there is no such tracker.
-    """
+    """Returns the classes in `log.trackers` by their names. Raises ConfigError if there is no such tracker."""
     found = dict[str, Callable[..., Tracker]]()
     for name in log.trackers:
         with prefixed("log.trackers"):
@@ -198,11 +194,8 @@ def tracker_classes(log: LogConfig) -> dict[str, Callable[..., Tracker]]:
 
 
 def check_trackers(log: LogConfig, run_dir: str) -> None:
-    """Checks that the configured trackers can be opened, without opening them.
-
-    Raises:
-        ConfigError: there is no such tracker, or its `check` failed; the message contains the remedy.
-    """
+    """Checks that the configured trackers can be opened, without opening them. Raises ConfigError if there is no such tracker, or its `check` failed; the
+    message contains the remedy."""
     for name, tracker in tracker_classes(log).items():
         with prefixed(f"log.trackers={name}"):
             getattr(tracker, "check", lambda run_dir: None)(run_dir)

@@ -29,10 +29,8 @@ SCHEMA_VERSION = 1
 def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) -> None:
     """Writes one row per line, atomically. Creates the folder if needed and replaces an existing file.
 
-    Values that JSON cannot represent are written as text. `what` describes the rows in the message of an OSError.
-
-    Raises:
-        ValueError: a number is nan or infinite.
+    Values that JSON cannot represent are written as text. `what` describes the rows in the message of an OSError. Raises ValueError if a number is nan or
+    infinite.
     """
     encode = partial(json.dumps, allow_nan=False, ensure_ascii=False, default=_plain)
     text = "".join(f"{encode(row)}\n" for row in rows)
@@ -52,11 +50,8 @@ def writing(what: str, path: AnyPath) -> Iterator[None]:
 
 
 def read_lines(path: AnyPath, *, what: str, needs: str, active: bool = False) -> list[dict[str, Any]]:
-    """Returns the rows of a file, in order. If `active` is set, an incomplete last line is ignored.
-
-    Raises:
-        ValueError: a line is not a JSON object with the key `needs`. The message contains `what`, the file and the line.
-    """
+    """Returns the rows of a file, in order. If `active` is set, an incomplete last line is ignored. Raises ValueError if a line is not a JSON object with the
+    key `needs`. The message contains `what`, the file and the line."""
     rows: list[dict[str, Any]] = []
     lines = file_bytes(path).splitlines()
     for number, line in enumerate(lines, start=1):
