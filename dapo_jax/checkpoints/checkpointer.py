@@ -82,16 +82,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._sealing = manifest.Sealing(self.folder)
         self._keep, self._keep_best = keep, keep_best
         manifest.step_folders(self.folder)
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=self,
-                create=False,
-                async_options=ocp.AsyncOptions(
-                    barrier_sync_fn=self._sealing.meet, post_finalization_callback=self._sealing.seal
-                ),
-            ),
-        )
+        meet, seal = self._sealing.meet, self._sealing.seal
+        saving = ocp.AsyncOptions(barrier_sync_fn=meet, post_finalization_callback=seal)
+        options = ocp.CheckpointManagerOptions(preservation_policy=self, create=False, async_options=saving)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(
         self,

@@ -63,11 +63,6 @@ def parted(params: nnx.State) -> tuple[nnx.State, nnx.State]:
     return (adapters, base) if adapters else (base, adapters)
 
 
-def put_together(trained: nnx.State, frozen: nnx.State) -> nnx.State:
-    """Joins the trained and frozen parameters that `parted` separated."""
-    return nnx.merge_state(frozen, trained)
-
-
 def rounded_to(dtype: str, params: nnx.State) -> nnx.State:
     """Casts parameters to `dtype`, except the parameters that stay float32 (see `is_float32`)."""
 

@@ -65,14 +65,11 @@ def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Gro
     ValueError if the records are damaged."""
     if "records" not in arrays:
         return []
-    take = _Parts(arrays)
-    return [
-        Group(
-            prompt=prompt_at(ordinal),
-            rollouts=tuple(_rollout(record, take if full else _zeros) for record in rollouts),
-        )
-        for ordinal, full, rollouts in json.loads(arrays["records"].tobytes())
-    ]
+    take, groups = _Parts(arrays), list[Group]()
+    for ordinal, full, records in json.loads(arrays["records"].tobytes()):
+        rollouts = tuple(_rollout(record, take if full else _zeros) for record in records)
+        groups.append(Group(prompt=prompt_at(ordinal), rollouts=rollouts))
+    return groups
 
 
 def flight_arrays(in_flight: InFlight | None) -> Arrays:

@@ -345,8 +345,7 @@ class TurnsInFlight:
                 for one, answer in mine.items()
             }
 
-        found = self._exchange.answers(self._exchange.attempt(heard) or {})
-        for one in mine:
-            del self._asked[one]
-        for one in due:
-            collector.answer(one, *found[one])
+        answers = self._exchange.answers(self._exchange.attempt(heard) or {})
+        for response in due:
+            self._asked.pop(response, None)
+            collector.answer(response, *answers[response])

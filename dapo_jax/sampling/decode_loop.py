@@ -9,6 +9,7 @@ of a token does not depend on timing.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -205,16 +206,15 @@ class DecodeLoop:
                 prefix = self._engine.parked(lengths, held, [request.row or 0 for request in requests])
                 for place, request in enumerate(requests):
                     request.place = place
+            integers = partial(np.array, dtype=np.int32)
             insertion = Insertion(
-                slots=np.array([slot for _, slot, _ in batch], np.int32),
-                prompts=np.array([request.place for request in requests], np.int32),
-                ordinals=np.array(
-                    [request.prompt.ordinal if key is None else 0 for request in requests], np.int32
-                ),
-                indices=np.array([request.index for request in requests], np.int32),
-                limits=np.array([request.limit - request.begun for request in requests], np.int32),
-                drawn=np.array([request.drawn - request.begun for request in requests], np.int32),
-                turns=np.array([len(request.turns) for request in requests], np.int32),
+                slots=integers([slot for _, slot, _ in batch]),
+                prompts=integers([request.place for request in requests]),
+                ordinals=integers([request.prompt.ordinal if key is None else 0 for request in requests]),
+                indices=integers([request.index for request in requests]),
+                limits=integers([request.limit - request.begun for request in requests]),
+                drawn=integers([request.drawn - request.begun for request in requests]),
+                turns=integers([len(request.turns) for request in requests]),
                 fills=[(request.place, fill) for request, _, fills in batch for fill in fills],
                 fed=[request.fed for request in requests],
             )
@@ -240,9 +240,8 @@ class DecodeLoop:
             seen = request.drawn
             request.append(Tokens(**{name: array[slot, : counts[slot]] for name, array in sampled.items()}))
             if processed:
-                request.fill(
-                    int(result.begins[slot]), {name: array[slot] for name, array in processed.items()}
-                )
+                values = {name: array[slot] for name, array in processed.items()}
+                request.fill(int(result.begins[slot]), values)
             if not counts[slot]:
                 continue
             begun, stop = request.begun, self._stop if request.options is None else request.options.stop

@@ -140,9 +140,8 @@ class DecoderEngine:
 
     def _jit_programs(self, mesh: Mesh) -> None:
         # Each device samples for its share of the slots, from complete rows of logits. So only the logits are transferred between devices, and only once.
-        share = (
-            (*BATCH_AXES, "tensor") if self.slots % (self._spread * mesh.shape["tensor"]) == 0 else BATCH_AXES
-        )
+        devices = self._spread * mesh.shape["tensor"]
+        share = BATCH_AXES if self.slots % devices else (*BATCH_AXES, "tensor")
         self._whole, self._rows, self._shares, self._columns, self._halves = (
             NamedSharding(mesh, PartitionSpec(*axes))
             for axes in ((), (BATCH_AXES,), (share,), (None, BATCH_AXES), (BATCH_AXES, "tensor"))
@@ -233,9 +232,7 @@ class DecoderEngine:
         """Implements `Engine.parked`. The logits are placeholders, because feeding tokens computes new logits."""
         zeros, held = np.zeros(self.slots, np.int32), self._padded(np.array(lengths))
         states = () if prefix is None else self._parked(prefix.states, self._padded(np.array(rows)))
-        return Prefix(
-            layers=(), logits=self._no_logits, rows=zeros, starts=zeros, lengths=held, states=states
-        )
+        return self._of_paused((self._no_logits, held, states), zeros)
 
     @cached_property
     def _no_logits(self) -> Array:
@@ -514,9 +511,8 @@ class DecoderEngine:
         stopped = drawing & (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
         if self.feed_tokens:
             feeds = drawing & (state.to_feed > 0)
-            next_fed = jnp.take_along_axis(
-                state.fed, self.feed_tokens - state.to_feed[:, None], axis=1, mode="clip"
-            )
+            column = self.feed_tokens - state.to_feed[:, None]
+            next_fed = jnp.take_along_axis(state.fed, column, axis=1, mode="clip")
             tokens, stopped = jnp.where(feeds, next_fed[:, 0], tokens), stopped & ~feeds
             fed = {"to_feed": state.to_feed - feeds.astype(jnp.int32)}
             generated = state.generated + (drawing & ~feeds).astype(jnp.int32)

@@ -247,12 +247,10 @@ class Prefill:
             segments, ends = (real, np.int32(start)), (positions[None], last[:1].copy())
             for index, weights in enumerate(params["layers"]):
                 rope, data = self._of_layer(index, ropes)
-                program, how = self._part[self._config.places[index][0]], self._forced(index, forced)
-                result = self._awaited(
-                    program(weights, x, buffers[index], rope, *segments, data, *ends, **how)
-                )
-                x, buffers[index], own = result
-                routes[-1].append(own)
+                program, forced_layer = self._part[self._config.places[index][0]], self._forced(index, forced)
+                result = program(weights, x, buffers[index], rope, *segments, data, *ends, **forced_layer)
+                x, buffers[index], chosen = self._awaited(result)
+                routes[-1].append(chosen)
             if score:
                 scores.append(self._scores(params["ends"], x, following))
             if start + width < len(prompt):

@@ -51,9 +51,8 @@ class Slots:
     @property
     def tables(self) -> tuple[Int[np.ndarray, "slots table_pages"], ...]:
         """The pages of each slot in each page table. Rows of free slots are meaningless."""
-        return self.pages.rows(
-            [0 if owner is None or owner.row is None else owner.row for owner in self.owners]
-        )
+        rows = [0 if owner is None or owner.row is None else owner.row for owner in self.owners]
+        return self.pages.rows(rows)
 
     @property
     def until(self) -> Int[np.ndarray, " slots"]:

@@ -29,6 +29,10 @@ class Stack:
             lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.microbatches
         )
 
+    def with_arrays(self, **arrays: Any) -> "Stack":
+        """Returns a copy with other values of these fields of `Microbatch`."""
+        return replace(self, microbatches=replace(self.microbatches, **arrays))
+
 
 Minibatch = tuple[Stack, ...]
 """The microbatches of one update: one stack per row length, longest rows first."""
@@ -36,10 +40,7 @@ Minibatch = tuple[Stack, ...]
 
 def with_array(minibatch: Minibatch, name: str, compute: Callable[[Stack], Array]) -> Minibatch:
     """Returns a copy of the minibatch in which the array `name` of each stack is replaced by `compute(stack)`."""
-    return tuple(
-        replace(stack, microbatches=replace(stack.microbatches, **{name: compute(stack)}))
-        for stack in minibatch
-    )
+    return tuple(stack.with_arrays(**{name: compute(stack)}) for stack in minibatch)
 
 
 def on_host(arrays: Any) -> Any:

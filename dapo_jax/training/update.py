@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 from dapo_jax.dapo.objectives import ARRAYS, wanted
 from dapo_jax.dapo.selections import SELECTIONS
-from dapo_jax.dapo.tokens import NO_ROUTE, Shapes
+from dapo_jax.dapo.tokens import Shapes
 from dapo_jax.hints import nearest
 from dapo_jax.models.decoder import in_tuples, is_apart
 from dapo_jax.numerics.segments import looked_up
@@ -36,7 +37,9 @@ from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
 from dapo_jax.rewards.sample import name_of
 from dapo_jax.training.minibatch import Minibatch, MinibatchTransfer, Stack, with_array
+from dapo_jax.training.routing_replay import recorded_experts, routing_metrics, without_recorded_experts
 from dapo_jax.training.state import TrainState, state_shardings
+from dapo_jax.training.teacher import reference_logprobs, teacher_logprobs
 
 Model = tuple[nnx.GraphDef[Any], nnx.State, nnx.State]
 """Structure, trained and frozen parameters of a decoder. The frozen parameters are the base model if adapters are trained, and empty otherwise."""
@@ -177,12 +180,10 @@ class Updater:
         """
         self._graph, self._frozen = graph, nnx.State({}) if frozen is None else frozen
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
-        self._scorers = {} if reference is None else {"ref_logprobs": self.model(reference)}
-        self._fixed: Fixed = self._frozen, ()
-        if teacher is not None and self._options.teacher_kl == "full":
-            self._fixed = self._frozen, (teacher,)
-        elif teacher is not None:
-            self._scorers["teacher_logprobs"] = teacher
+        self._reference = None if reference is None else self.model(reference)
+        diverges = teacher is not None and self._options.teacher_kl == "full"
+        self._fixed: Fixed = self._frozen, ((teacher,) if diverges else ())
+        self._teacher = None if diverges else teacher
         self._arrays = wanted(objective) | {"weights"}
         if (reference is not None) != (self._options.kl_coef != 0.0 or "ref_logprobs" in self._arrays):
             raise ValueError(
@@ -217,38 +218,32 @@ class Updater:
         if self._select is not None:
             filled = [self._selected(m, policy) for m in filled]
         if self._options.old_logprobs == "sampler":
-            filled = [
-                with_array(m, "old_logprobs", lambda stack: stack.microbatches.sampler_logprobs)
-                for m in filled
-            ]
+            recorded = attrgetter("microbatches.sampler_logprobs")
+            filled = [with_array(m, "old_logprobs", recorded) for m in filled]
         elif self._select is None:
             # In the first update, the old policy is the current policy, so `_loss` uses the log-probabilities that it computes anyway.
             filled[1:] = [with_array(m, "old_logprobs", self._scores(policy)) for m in filled[1:]]
-        for name, model in self._scorers.items():
-            filled = [with_array(m, name, self._scores(model, replays=False)) for m in filled]
+        if self._reference is not None:
+            filled = [reference_logprobs(m, partial(self._score, self._reference)) for m in filled]
+        if self._teacher is not None:
+            filled = [teacher_logprobs(m, partial(self._score, self._teacher)) for m in filled]
         return filled
 
     def model(self, params: nnx.State) -> Model:
         """Returns the decoder with `params` as its trained parameters."""
         return self._graph, params, self._frozen
 
-    def _scores(self, model: Model, *, replays: bool = True) -> Callable[[Stack], Array]:
-        """Returns the function that computes log-probabilities under `model`. Without `replays`, the model chooses its experts itself."""
-        return lambda stack: self._score(model, stack if replays else _unrecorded(stack))[0]
+    def _scores(self, policy: Model) -> Callable[[Stack], Array]:
+        """Returns the function that computes log-probabilities under a policy, with the recorded experts."""
+        return lambda stack: self._score(policy, stack)[0]
 
     def _selected(self, minibatch: Minibatch, policy: Model) -> Minibatch:
         """Fills in the log-probabilities of an update under the policy, and the selected tokens."""
         scores = [self._score(policy, stack) for stack in minibatch]
+        stacks = zip(minibatch, scores, self._choose(minibatch, scores), strict=True)
         return tuple(
-            replace(
-                stack,
-                microbatches=replace(
-                    stack.microbatches, old_logprobs=logprobs, selected=selected, noise=None
-                ),
-            )
-            for stack, (logprobs, *_), selected in zip(
-                minibatch, scores, self._choose(minibatch, scores), strict=True
-            )
+            stack.with_arrays(old_logprobs=logprobs, selected=selected, noise=None)
+            for stack, (logprobs, *_), selected in stacks
         )
 
     def _select_program(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> list[Array]:
@@ -296,7 +291,7 @@ class Updater:
     def lower_score(self, model: Model, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. The parameters may be shapes with shardings."""
         stack = self.stack_structs(capacity, rows, row_tokens)
-        return self._score.lower(model, stack if model[0] is self._graph else _unrecorded(stack))
+        return self._score.lower(model, stack if model[0] is self._graph else without_recorded_experts(stack))
 
     def programs(
         self, state: TrainState, *, capacity: int, rows: int, lengths: Sequence[int]
@@ -313,9 +308,8 @@ class Updater:
             lengths: row lengths, longest first.
         """
         whole = self.stack_structs(capacity, rows, lengths[0])
-        rate, first = (
-            jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_)
-        )
+        scalar = partial(jax.ShapeDtypeStruct, (), sharding=self._whole)
+        rate, first = scalar(jnp.float32), scalar(jnp.bool_)
         sums = self.sums_structs(state)
         add = partial(self._add.lower, (state.params, self._fixed), sums)
         programs = {
@@ -335,7 +329,8 @@ class Updater:
         """Returns the shapes and shardings of a stack."""
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         shape = (capacity, rows, row_tokens)
-        also = [*self._scorers, *["selected"] * (self._select is not None)]
+        optional = {"teacher_logprobs": self._teacher, "selected": self._select}
+        also = [name for name, needed in optional.items() if needed is not None]
         arrays = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=self._rows),
             blank_microbatch((), *also, recorded=self._options.recorded),
@@ -404,48 +399,38 @@ class Updater:
     def _loss(
         self, models: tuple[Model, ...], microbatch: Microbatch, first: Bool[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-        options, mask = self._options, microbatch.mask
+        options, mask, sampler = self._options, microbatch.mask, microbatch.sampler_logprobs
         logprobs, entropy, *others = self._logprobs(models, microbatch)
         divergences, counts = others[: len(models) - 1], others[len(models) - 1 :]
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
         token_weights, advantages, metrics = microbatch.weights, microbatch.advantages, dict[str, Metric]()
-        if "teacher_logprobs" in self._scorers:
+        if self._teacher is not None:
             teacher, coef = microbatch.teacher_logprobs, options.teacher_coef
             advantages, measured = teacher_advantages(advantages, teacher, old, mask, coef=coef)
             metrics |= measured
         if options.correction != "none":
             low, high = options.importance_range
-            ratios, measured = importance_weights(
-                old,
-                microbatch.sampler_logprobs,
-                mask,
-                microbatch.segment_ids,
-                correction=options.correction,
-                low=low,
-                high=high,
-            )
+            rule = partial(importance_weights, correction=options.correction, low=low, high=high)
+            ratios, measured = rule(old, sampler, mask, microbatch.segment_ids)
             token_weights, metrics = token_weights * ratios, metrics | measured
         objective_weights = token_weights
         if options.drop_off_policy is not None:
-            delta, ids = options.drop_off_policy, microbatch.segment_ids
-            kept, measured = drop_off_policy(
-                current, microbatch.sampler_logprobs, advantages, mask, ids, delta=delta
-            )
+            drop = partial(drop_off_policy, delta=options.drop_off_policy)
+            kept, measured = drop(current, sampler, advantages, mask, microbatch.segment_ids)
             objective_weights, metrics = token_weights * kept, metrics | measured
         if self._select is not None:
             selected = microbatch.selected.astype(jnp.float32)
             metrics["policy/selected_frac"] = token_mean(selected, mask)
-            objective_weights = (
-                objective_weights if "selected" in self._arrays else objective_weights * selected
-            )
+            if "selected" not in self._arrays:
+                objective_weights = objective_weights * selected
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
         provided = {**microbatch.arrays, "weights": objective_weights, "entropy": entropy}
         arrays = {name: provided[name] for name in self._arrays}
         loss, measured = self._objective(logprobs, old, advantages, mask, **arrays)
         metrics = {**measured, **metrics, "policy/entropy": token_mean(entropy, mask)}
-        metrics |= mismatch_metrics(trainers, microbatch.sampler_logprobs, compared)
+        metrics |= mismatch_metrics(trainers, sampler, compared)
         if counts:
             config = _decoder(models[0]).ends.config
             sizes = {"layers": config.layers, "experts": config.experts.count}
@@ -463,7 +448,7 @@ class Updater:
             loss, metrics = loss + penalty, metrics | measured
         scored = (current, old) if by_trainer else (current,)
         nonfinite = {
-            "nonfinite/sampler_logprobs": _not_finite(mask, microbatch.sampler_logprobs),
+            "nonfinite/sampler_logprobs": _not_finite(mask, sampler),
             "nonfinite/advantages": _not_finite(mask, advantages),
             "nonfinite/trainer_logprobs": _not_finite(mask, *scored),
             "nonfinite/loss": ~jnp.isfinite(loss),
@@ -502,14 +487,10 @@ def _decoder(model: Model) -> Any:
     return nnx.merge(graph, trained, in_tuples(frozen) if frozen and is_apart(frozen) else frozen)
 
 
-def _unrecorded(stack: Stack) -> Stack:
-    return replace(stack, microbatches=replace(stack.microbatches, recorded={}))
-
-
 def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any, tuple[Array, ...]]:
     """Returns the hidden states [tokens, embed] that predict the tokens, the layers before and after the blocks, and the counts of experts, if there are experts."""
     decoder = _decoder(model)
-    hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids, m.recorded.get("routes"))
+    hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids, recorded_experts(m))
     counts: tuple[Array, ...] = ()
     if decoder.ends.config.experts is not None:
         hidden, routing = hidden
@@ -535,29 +516,6 @@ def mismatch_metrics(
         "sync/logprob_diff_mean": token_mean(jnp.abs(delta), mask),
         "sync/logprob_diff_max": Max(jnp.abs(delta).max()),
         "sync/sampler_trainer_kl": token_mean(k3(delta), mask),
-    }
-
-
-def routing_metrics(
-    flipped: Float[Array, "rows seq"], load: Float[Array, "parts columns"], m: Microbatch, *, layers: int, experts: int
-) -> dict[str, Metric]:  # fmt: skip
-    """Returns the metrics `routing/*` of a microbatch without its padding.
-
-    `flipped` is the number of layers in which a token's router chooses other experts than the record. `load` has the tokens of each expert: the arrays
-    [layers, experts] of all devices, next to each other in both dimensions.
-    """
-    load = load.reshape(-1, layers, load.shape[1] // experts, experts).sum((0, 2))
-    busiest = load.max(1) / jnp.maximum(load.mean(1), 1e-9)
-    metrics: dict[str, Metric] = {
-        "routing/busiest_load": Mean(busiest.sum(), jnp.float32(layers)),
-        "routing/unused_frac": Mean((load == 0).sum(dtype=jnp.float32), jnp.float32(layers * experts)),
-    }
-    if "routes" not in m.recorded:
-        return metrics
-    real, recorded = m.segment_ids > 0, m.recorded["routes"][..., 0, 0] != NO_ROUTE
-    return metrics | {
-        "routing/flipped_frac": token_mean(flipped / layers, real & recorded),
-        "routing/no_record_frac": token_mean((~recorded).astype(jnp.float32), real),
     }
 
 
