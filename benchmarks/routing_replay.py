@@ -23,6 +23,7 @@ from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import Group, Prompt, Rollout, Verdict
 from dapo_jax.models import experts as experts_module
 from dapo_jax.models.decoder import Decoder, graph_of
+from dapo_jax.models.gated import GATED
 from dapo_jax.models.presets import DecoderConfig, Experts
 from dapo_jax.numerics import precision
 from dapo_jax.parallel.mesh import make_mesh
@@ -41,10 +42,10 @@ PROMPT, GROUP = 32, 4
 
 def decoder_of(*, layers: int = 6, experts: int = 128, chosen: int = 8) -> DecoderConfig:
     """Returns the sizes of the model. Without `experts`, it has an MLP as wide as the chosen experts."""
-    mixture = Experts(experts, chosen, normalize=True) if experts else None
+    mlp = Experts(experts, chosen, normalize=True) if experts else GATED
     return DecoderConfig(
         family="qwen3", vocab_size=512, embed_dim=128, layers=layers, heads=4, kv_heads=2, head_dim=32,
-        mlp_dim=64 if experts else 64 * chosen, experts=mixture, qk_norm="head", max_positions=4096,
+        mlp_dim=64 if experts else 64 * chosen, mlps=(mlp,), qk_norm="head", max_positions=4096,
     )  # fmt: skip
 
 

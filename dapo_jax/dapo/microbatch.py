@@ -67,6 +67,7 @@ def blank_microbatch(shape: tuple[int, ...], *also: str, recorded: Shapes = ()) 
     kinds = {"mask": np.bool_, "selected": np.bool_, **dict.fromkeys(integers, np.int32)}
     names = [field.name for field in fields(Microbatch) if field.default is MISSING or field.name in also]
     arrays: dict[str, Any] = {name: np.zeros(shape, kinds.get(name, np.float32)) for name in names}
-    values = [(name, (*shape, *of_token), VALUES[name]) for name, of_token in recorded]
-    arrays["recorded"] = {name: np.full(whole, value.blank, value.dtype) for name, whole, value in values}
+    arrays["recorded"] = {
+        name: np.full((*shape, *of_token), VALUES[name].blank_as(dtype)) for name, of_token, dtype in recorded
+    }
     return Microbatch(**arrays)

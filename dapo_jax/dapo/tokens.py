@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt
 
-NO_ROUTE = 255
-"""Entry of a record of chosen experts where nothing is recorded. All entries of a token are equal to it, and the token then chooses its experts itself."""
+NO_ROUTE = -1
+"""Entry of a token's chosen experts where nothing is recorded. All entries of a token are equal to it, and the token then chooses its experts itself. Records have unsigned
+integers, which store it as their largest number."""
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""The names of optional values that a run records, each with its shape per token."""
+Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+"""The names of optional values that a run records, each with its shape per token and its dtype."""
 
 _FIRST_TOKENS = 256
 """Initial size of the arrays to which tokens are appended, in tokens."""
@@ -26,7 +28,8 @@ _FIRST_TOKENS = 256
 class TokenValue:
     """How one value of each token is stored."""
 
-    dtype: type[np.generic]
+    dtypes: tuple[str, ...]
+    """The dtypes that an array of the value may have. Other arrays are converted to the first one."""
     blank: int | float
     """The value where nothing is recorded: in prompts, in tokens from environments, and in padding."""
     processed: bool = False
@@ -36,11 +39,20 @@ class TokenValue:
     """The field of `Microbatch` for a value that every run records. All other values are optional and are packed into `Microbatch.recorded`. Their shapes per token
     come from the model, and `Tokens` has no array of such a value until one is recorded."""
 
+    def stored(self, array: Any) -> np.ndarray:
+        """Converts an array to a dtype of this value."""
+        array = np.asarray(array)
+        return array if array.dtype in self.dtypes else array.astype(self.dtypes[0])
+
+    def blank_as(self, dtype: Any) -> np.ndarray:
+        """Returns `blank` in a dtype. An unsigned integer stores -1 as its largest number."""
+        return np.array(self.blank).astype(dtype)
+
 
 VALUES = {
-    "tokens": TokenValue(dtype=np.int32, blank=0, packed="tokens"),
-    "logprobs": TokenValue(dtype=np.float32, blank=0.0, packed="sampler_logprobs"),
-    "routes": TokenValue(dtype=np.uint8, blank=NO_ROUTE, processed=True),
+    "tokens": TokenValue(dtypes=("int32",), blank=0, packed="tokens"),
+    "logprobs": TokenValue(dtypes=("float32",), blank=0.0, packed="sampler_logprobs"),
+    "routes": TokenValue(dtypes=("uint8", "uint16"), blank=NO_ROUTE, processed=True),
 }
 """The values of a token, by their names in the engine's results, in checkpoints and in exchanges. The first is the token's id."""
 
@@ -51,10 +63,16 @@ def values_of(result: Any, *, processed: bool) -> dict[str, Any]:
     return {name: array for name in names if (array := getattr(result, name, None)) is not None}
 
 
+def choices(record: Array) -> Array:
+    """Converts a record of experts, as it is stored, to int32 with `NO_ROUTE` where nothing is recorded."""
+    return jnp.where(record == jnp.iinfo(record.dtype).max, NO_ROUTE, record.astype(jnp.int32))
+
+
 def bytes_per_token(shapes: Shapes = ()) -> int:
     """Returns the size of a token's record in bytes. `shapes` has the optional values that are recorded."""
-    sizes = {name: () for name, value in VALUES.items() if value.packed} | dict(shapes)
-    return sum(np.dtype(VALUES[name].dtype).itemsize * math.prod(shape) for name, shape in sizes.items())
+    always = (((), value.dtypes[0]) for value in VALUES.values() if value.packed)
+    sizes = [*always, *((shape, dtype) for _, shape, dtype in shapes)]
+    return sum(np.dtype(dtype).itemsize * math.prod(shape) for shape, dtype in sizes)
 
 
 class Tokens:
@@ -71,7 +89,7 @@ class Tokens:
             raise ValueError(
                 f"a token has no value {min(unknown)!r}, only {', '.join(VALUES)}: add it to VALUES"
             )
-        self._arrays = {name: np.asarray(array, VALUES[name].dtype) for name, array in given.items()}
+        self._arrays = {name: VALUES[name].stored(array) for name, array in given.items()}
         self._count = len(self._arrays["tokens"])
         for name, value in VALUES.items():
             if name not in self._arrays and value.packed:
@@ -111,7 +129,7 @@ class Tokens:
         return self._arrays["logprobs"][: self._count]
 
     @property
-    def routes(self) -> UInt8[np.ndarray, "tokens layers chosen"] | None:
+    def routes(self) -> UInt[np.ndarray, "tokens layers chosen"] | None:
         """The experts that the sampler chose for each token, `NO_ROUTE` where nothing is recorded. None if nothing is recorded at all."""
         return self.arrays.get("routes")
 
@@ -119,7 +137,9 @@ class Tokens:
     def settled(self) -> int:
         """Number of tokens up to the last one with values that come with processing."""
         firsts = {name: array[:, *[0] * (array.ndim - 1)] for name, array in self.processed.items()}
-        known = [np.flatnonzero(first != VALUES[name].blank) for name, first in firsts.items()]
+        known = [
+            np.flatnonzero(first != VALUES[name].blank_as(first.dtype)) for name, first in firsts.items()
+        ]
         return min((int(places[-1]) + 1 if len(places) else 0 for places in known), default=0)
 
     def cut(self, first: int = 0, stop: int | None = None) -> "Tokens":
@@ -139,43 +159,43 @@ class Tokens:
             room = max(stop, 2 * len(self._arrays["tokens"]), _FIRST_TOKENS)
             known, self._arrays = self.arrays, {}
             for name, array in known.items():
-                self._array(name, array.shape[1:], room)[:first] = array
+                self._array(name, array, room)[:first] = array
         self._count = stop
         for name, array in new.arrays.items():
-            self._array(name, array.shape[1:])[first:stop] = array
+            self._array(name, array)[first:stop] = array
         for name in self._arrays.keys() - new.arrays.keys():
-            self._arrays[name][first:stop] = VALUES[name].blank
+            self._arrays[name][first:stop] = VALUES[name].blank_as(self._arrays[name].dtype)
 
     def fill(self, first: int, values: Mapping[str, np.ndarray]) -> None:
         """Records values of the tokens from index `first` on. A token keeps its first values, and entries after the last token are ignored."""
         for name, new in values.items():
-            known = self._array(name, new.shape[1:])[first : min(self._count, first + len(new))]
-            np.copyto(known, new[: len(known)], where=known == VALUES[name].blank)
+            known = self._array(name, new)[first : min(self._count, first + len(new))]
+            np.copyto(known, new[: len(known)], where=known == VALUES[name].blank_as(known.dtype))
 
     def end(self, count: int) -> None:
         """Removes all tokens after the first `count`, and the values of the last token that come with processing it."""
         self._count = count
         for name, array in self.processed.items():
-            array[-1:] = VALUES[name].blank
+            array[-1:] = VALUES[name].blank_as(array.dtype)
 
-    def _array(self, name: str, shape: tuple[int, ...], room: int = 0) -> np.ndarray:
-        """Returns the array of a value, which is longer than the tokens. Creates it if necessary."""
+    def _array(self, name: str, like: np.ndarray, room: int = 0) -> np.ndarray:
+        """Returns the array of a value, which is longer than the tokens. Creates it if necessary, with the dtype of `like` and its shape per token."""
         if name not in self._arrays:
-            self._arrays[name] = _blank(name, room or len(self._arrays["tokens"]), shape).copy()
+            self._arrays[name] = _blank(name, room or len(self._arrays["tokens"]), like).copy()
         return self._arrays[name]
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
     """Concatenates tokens. If only some parts have a value, it is blank in the other parts."""
-    shapes = {name: array.shape[1:] for part in parts for name, array in part.arrays.items()}
+    known = {name: array for part in parts for name, array in part.arrays.items()}
     whole = {
-        name: [part.arrays.get(name, _blank(name, len(part), shape)) for part in parts]
-        for name, shape in shapes.items()
+        name: [part.arrays.get(name, _blank(name, len(part), like)) for part in parts]
+        for name, like in known.items()
     }
     return Tokens(**{name: np.concatenate(arrays) for name, arrays in whole.items()})
 
 
-def _blank(name: str, count: int, shape: tuple[int, ...] = ()) -> np.ndarray:
-    """Returns blank values of tokens, which occupy no memory and cannot be written."""
-    value = VALUES[name]
-    return np.broadcast_to(np.array(value.blank, value.dtype), (count, *shape))
+def _blank(name: str, count: int, like: np.ndarray | None = None) -> np.ndarray:
+    """Returns blank values of tokens, which occupy no memory and cannot be written. They have the dtype of `like` and its shape per token."""
+    dtype, shape = (VALUES[name].dtypes[0], ()) if like is None else (like.dtype, like.shape[1:])
+    return np.broadcast_to(VALUES[name].blank_as(dtype), (count, *shape))

@@ -91,3 +91,5 @@ class Architecture:
     """The adapters of each block. If None, there are no adapters, and all parameters are trained."""
     wrapped: bool = field(default=False, compare=False)
     """Whether a model for images and text contains this decoder (`families.WRAPPED`). This changes only the names of adapter tensors."""
+    fused_experts: bool = field(default=False, compare=False)
+    """Whether a file has one tensor for the matrices of all experts in a layer. This changes only the names and shapes of tensors."""

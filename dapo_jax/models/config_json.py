@@ -1,7 +1,7 @@
 """Values in config.json: the keys of a model family, checks of single values, and the conversion of RoPE settings to `Rope`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,14 @@ class Family:
     tensors: Mapping[str, str] = field(default_factory=dict)
     """The names of tensors in a layer that differ from Llama's. Parameters with the same name are stored in one tensor, one below the other. If a name
     contains {}, each expert has a tensor of its own."""
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Experts` that are the same in all models of the family."""
+    mixers: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the mixers other than attention, likewise."""
+    read: Callable[[Mapping[str, Any], Mapping[str, Any], object], Mapping[str, Any]] | None = None
+    """Maps the values of config.json with defaults, the sizes, and the path of the file to further fields of `DecoderConfig`."""
+    write: Callable[[Any], Mapping[str, Any]] | None = None
+    """Maps a `DecoderConfig` to further keys of config.json."""
     neighbours: bool = False
     """Whether the rotation pairs dimensions 2i and 2i + 1 in the file."""
 

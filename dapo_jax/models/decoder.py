@@ -8,7 +8,7 @@ Layers of one kind are stacked along a leading axis and scanned, so compile time
 its logical axes, and `parallel.sharding` maps them to mesh axes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
@@ -205,6 +206,8 @@ class Decoder(nnx.Module):
     ) -> Any:
         """Returns the final hidden states of whole rows, [batch, row, embed]. Column t depends on the tokens of its segment (and of its prompt) up to t.
 
+        `routes` has the experts to use, in which `layers` are the layers with experts, or `NO_ROUTE`.
+
         With experts, it also returns a dictionary: `flipped` [batch, seq], the number of layers in which the router's own choice differs from the forced
         choice in `routes`, and `load` [layers, experts], the number of tokens that use each expert, without padding.
         """
@@ -250,22 +253,27 @@ class Decoder(nnx.Module):
             if self.remat != "none" or apart:
                 layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
             index = jnp.arange(len(layers), dtype=jnp.int32) if apart else None
-            return layer, (index, *numbers[stack], stacked, routes)
+            if routes is None or layers[0] not in config.routed:
+                return layer, (index, *numbers[stack], stacked, None)
+            forced = [config.routed.index(at) for at in layers]
+            of_stack = routes if len(forced) == len(routes) else routes[np.array(forced)]
+            return layer, (index, *numbers[stack], stacked, of_stack)
 
         # With a single token axis, the backward pass on CPU is 1.6 times as fast as with two axes.
         x = self.ends.embed(tokens.reshape(-1))
         if routes is not None:
-            routes = routes.astype(jnp.int32).reshape(-1, *routes.shape[2:]).transpose(1, 0, 2)
-        stacks = {stack: scanned(stack) for stack in config.stacks}
-        if len(stacks) == 1:
-            [(layer, arguments)] = stacks.values()
-            x, counts = jax.lax.scan(layer, x, arguments)
-        else:
-            x, counts = _in_periods(x, config.period, stacks), None
+            routes = routes.reshape(-1, *routes.shape[2:]).transpose(1, 0, 2)
+        x, counts = _over_periods(x, config.periods, {stack: scanned(stack) for stack in config.stacks})
         hidden = self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
-        if counts is None:
+        if not counts:
             return hidden
-        return hidden, {**counts, "flipped": counts["flipped"].sum(0, dtype=jnp.int32).reshape(tokens.shape)}
+        order = np.argsort([layer for stack in counts for layer in config.layers_of(stack)])
+        flipped = sum(of_stack["flipped"].sum(0, dtype=jnp.int32) for of_stack in counts.values())
+        load = jnp.concatenate([of_stack["load"] for of_stack in counts.values()])
+        return hidden, {
+            "flipped": flipped.reshape(tokens.shape),
+            "load": load if len(counts) == 1 else load[order],
+        }
 
 
 def _numbers(config: DecoderConfig, stack: str) -> tuple[Array | None, dict[str, Array]]:
@@ -279,26 +287,54 @@ def _numbers(config: DecoderConfig, stack: str) -> tuple[Array | None, dict[str,
     return of_layers(turns) if turns else None, {name: of_layers(values) for name, values in data.items()}
 
 
-def _in_periods(
-    x: Array, period: tuple[str, ...], stacks: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
-) -> Array:
-    """Applies layers of several stacks. `period` contains the stacks of the layers in one period. `stacks` has the function of each stack and its scanned arguments."""
-    of_period = {
-        name: jax.tree.map(
-            lambda leaf, name=name: leaf.reshape(-1, period.count(name), *leaf.shape[1:]), arguments
-        )
-        for name, (_, arguments) in stacks.items()
-    }
+def _by_period(leaf: Array, count: int) -> Array:
+    """Splits one entry per layer into periods with `count` layers."""
+    return leaf.reshape(-1, count, *leaf.shape[1:])
 
-    def one_period(x: Array, given: dict[str, Any]) -> tuple[Array, None]:
-        taken = dict.fromkeys(given, 0)
-        for name, run in groupby(period):
-            first, taken[name] = taken[name], taken[name] + len(list(run))
-            part = jax.tree.map(lambda leaf, cut=slice(first, taken[name]): leaf[cut], given[name])
-            x, _ = jax.lax.scan(stacks[name][0], x, part)
-        return x, None
 
-    return jax.lax.scan(one_period, x, of_period)[0]
+def _over_periods(
+    x: Array, periods: Sequence[tuple[tuple[str, ...], int]], stacks: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+) -> tuple[Array, dict[str, Any]]:  # fmt: skip
+    """Applies all layers.
+
+    Args:
+        x: the residual stream.
+        periods: as `DecoderConfig.periods`.
+        stacks: the function of each stack, and its arguments for each layer.
+
+    Returns:
+        The residual stream, and the second results of the functions by stack, with one entry per layer. Stacks without second results are missing.
+    """
+    counts = {}
+    for period, _ in periods:
+        if len(set(period)) == 1:
+            layer, arguments = stacks[period[0]]
+            x, of_stacks = jax.lax.scan(layer, x, arguments)
+            of_stacks = {period[0]: of_stacks}
+        else:
+            of_period = {
+                name: jax.tree.map(partial(_by_period, count=period.count(name)), stacks[name][1])
+                for name in sorted(set(period))
+            }
+
+            def one_period(
+                x: Array, given: dict[str, Any], period: tuple[str, ...] = period
+            ) -> tuple[Array, dict[str, Any]]:
+                taken, made = dict.fromkeys(given, 0), {name: [] for name in given}
+                for name, run in groupby(period):
+                    first, taken[name] = taken[name], taken[name] + len(list(run))
+                    part = jax.tree.map(lambda leaf, cut=slice(first, taken[name]): leaf[cut], given[name])
+                    x, counted = jax.lax.scan(stacks[name][0], x, part)
+                    made[name].append(counted)
+                return x, {
+                    name: jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+                    for name, parts in made.items()
+                }
+
+            x, of_stacks = jax.lax.scan(one_period, x, of_period)
+            of_stacks = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_stacks)
+        counts |= {name: counted for name, counted in of_stacks.items() if counted is not None}
+    return x, counts
 
 
 def _block(config: DecoderConfig, kind: LayerKind, rngs: nnx.Rngs, **how: Any) -> Block:

@@ -11,10 +11,10 @@ from dapo_jax.models.attention import Near, causal_attention
 from dapo_jax.numerics.precision import WeightSharding, rounded
 from dapo_jax.numerics.segments import looked_up
 
-Matrices = tuple[Any, Any, Any]
-"""The matrices gate and up [experts, mlp, embed] and down [experts, embed, mlp], which may be `Quantized`."""
+Matrices = tuple[Any, ...]
+"""The matrices of experts: gate (if there is one) and up [experts, mlp, embed], and last, down [experts, embed, mlp]. They may be `Quantized`."""
 Mixture = Callable[..., Array]
-"""A function like `dapo_jax.models.experts.mixture` with bound activation and dtype."""
+"""A function like `dapo_jax.models.experts.mixture` with bound `hidden` and dtype."""
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,13 @@ from jaxtyping import Array, Float, Int, Integer
 from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.device_layout import Matrices
-from dapo_jax.models.gated import ACTIVATIONS
+from dapo_jax.models.gated import ACTIVATIONS, gated_parameters
 from dapo_jax.models.layer_kinds import Mlp
 from dapo_jax.models.parameters import Parameter
 from dapo_jax.numerics.precision import WeightSharding, gathered
 from dapo_jax.numerics.quantization import Quantized
+
+_SHARED = ("shared_gate", "shared_up")
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,38 @@ class Experts(Mlp):
     chosen: int
     """Number of experts that each token uses."""
     normalize: bool
-    """Whether the factors of a token's experts are divided by their sum, so that they sum to 1. If False, they are probabilities over all experts."""
+    """Whether the factors of a token's experts are divided by their sum, so that they sum to 1. If False, they are scores of all experts."""
+    shared_dim: int = 0
+    """Number of hidden features of the shared expert, an MLP that processes all tokens next to the chosen experts. If 0, there is no shared expert."""
+    shared_gate: bool = False
+    """Whether the output of the shared expert is multiplied by the sigmoid of a number for each token (Qwen2-MoE)."""
+    sigmoid: bool = False
+    """Whether the scores are sigmoids of the router's logits. If False, they are a softmax over all experts."""
+    choice_bias: bool = False
+    """Whether a bias is added to the scores to choose experts, but not to their factors (DeepSeek-V3, https://arxiv.org/abs/2412.19437). It has no gradient."""
+    scale: float = 1.0
+    """Factor of the outputs of the chosen experts, which is applied after `normalize`."""
+    groups: int = 1
+    """Number of groups of consecutive experts. A token chooses experts from some of the groups."""
+    chosen_groups: int = 1
+    """Number of groups from which a token chooses. The score of a group is the sum of its two largest scores."""
+
+    group = "mlp"
+    targets = ("gate_proj", "up_proj", "down_proj")
 
     def __post_init__(self) -> None:
         if not 0 < self.chosen <= self.count:
             raise ValueError(
                 f"a token uses num_experts_per_tok={self.chosen} experts, but there are {self.count}; it must be 1 to {self.count}"
+            )
+        if not 0 < self.chosen_groups <= self.groups or self.count % self.groups:
+            raise ValueError(
+                f"n_group={self.groups} must divide the {self.count} experts, and topk_group={self.chosen_groups} must be 1 to {self.groups}"
+            )
+        if self.chosen > self.chosen_groups * (self.count // self.groups):
+            raise ValueError(
+                f"topk_group={self.chosen_groups} of n_group={self.groups} groups have {self.chosen_groups * self.count // self.groups} experts, "
+                f"fewer than num_experts_per_tok={self.chosen}"
             )
 
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
@@ -54,12 +82,26 @@ class Experts(Mlp):
             "axes": ("experts", "embed", "mlp"),
             "fan_in": hidden * 2 * config.layers,
         }
-        return {
-            "router": Parameter(shape=(count, embed), axes=("features", "features"), fan_in=embed, float32=True),
-            "gate": Parameter(**rows),
-            "up": Parameter(**rows),
-            "down": Parameter(**columns),
-        }  # fmt: skip
+        router = {"axes": ("features", "features"), "float32": True}
+        found = {
+            "router": Parameter(shape=(count, embed), fan_in=embed, tensor="mlp.gate.weight", **router),
+            **{
+                name: Parameter(**rows, tensor=f"mlp.experts.{{}}.{name}_proj.weight")
+                for name in ("gate", "up")
+            },
+            "down": Parameter(**columns, tensor="mlp.experts.{}.down_proj.weight"),
+        }
+        if self.choice_bias:
+            found["choice_bias"] = Parameter(
+                shape=(count,), axes=("features",), float32=True, is_trained=False, tensor="mlp.gate.e_score_correction_bias"
+            )  # fmt: skip
+        if self.shared_dim:
+            found |= gated_parameters(config, self.shared_dim, "shared_", "mlp.shared_expert.")
+        if self.shared_gate:
+            found["shared_factor"] = Parameter(
+                shape=(1, embed), fan_in=embed, tensor="mlp.shared_expert_gate.weight", **router
+            )
+        return found
 
     def apply(
         self, layer: Any, x: Float[Array, "embed part"], routes: Integer[Array, "tokens chosen"] | None
@@ -67,12 +109,26 @@ class Experts(Mlp):
         dtype, layout = layer.compute_dtype, layer.layout
         # Scores are in float32, whatever the compute dtype is, because the choice must not depend on rounding.
         wide = np.promote_types(dtype, np.float32)
-        operands = layer.router[...].astype(wide), x.astype(wide)
-        scores = layout.inner(jnp.einsum("ei,it->et", *operands, precision=lax.Precision.HIGHEST), "float32")
-        own, used, factors = chosen(scores, self, routes)
-        matrices = layer.gate[...], layer.up[...], layer.down[...]
-        mix = partial(mixture, activation=ACTIVATIONS[layer.config.activation], dtype=dtype)
-        return layout.experts(mix, layout.inner(x, dtype=dtype), factors, used, matrices, dtype), own
+
+        def scores(name: str) -> Array:
+            operands = getattr(layer, name)[...].astype(wide), x.astype(wide)
+            made = jnp.einsum("ei,it->et", *operands, precision=lax.Precision.HIGHEST)
+            return layout.inner(made, "float32")
+
+        bias = layer.choice_bias[...] if self.choice_bias else None
+        own, used, factors = chosen(scores("router"), self, routes, bias)
+        matrices, activation = (
+            (layer.gate[...], layer.up[...], layer.down[...]),
+            ACTIVATIONS[layer.config.activation],
+        )
+        mix = partial(mixture, hidden=lambda gate, up: activation(gate) * up, dtype=dtype)
+        inputs = layout.inner(x, dtype=dtype)
+        out = layout.experts(mix, inputs, factors, used, matrices, dtype)
+        if self.shared_dim:
+            gate, up = layer.project(_SHARED, inputs)
+            shared = layer.project(("shared_down",), activation(gate) * up)[0]
+            out = out + (shared * jax.nn.sigmoid(scores("shared_factor")) if self.shared_gate else shared)
+        return out, own
 
     def used(self, tokens: int | float) -> int | float:
         """If each token chooses k of E experts at random, n tokens use 1 - (1 - k / E)^n of them. Routers that were trained choose less evenly."""
@@ -80,23 +136,34 @@ class Experts(Mlp):
 
 
 def chosen(
-    logits: Float[Array, "experts tokens"], experts: Experts, routes: Integer[Array, "tokens chosen"] | None
-) -> tuple[Int[Array, "tokens chosen"], Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
+    logits: Float[Array, "experts tokens"], experts: Experts, routes: Integer[Array, "tokens chosen"] | None, bias: Float[Array, " experts"] | None = None
+) -> tuple[Int[Array, "tokens chosen"], Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:  # fmt: skip
     """Chooses the experts of each token.
 
     Args:
         logits: scores of the router.
-        experts: number of experts, and how their factors are normalized.
+        experts: number of experts, how they are chosen, and how their factors are normalized.
         routes: forced choices, or `NO_ROUTE` in all entries of a token.
+        bias: the bias of the choice.
 
     Returns:
         The router's own choice in the order of decreasing scores, the choice that is used, and the factors of the used experts' outputs.
     """
-    scores = jax.nn.softmax(logits.T)
-    own = lax.top_k(scores, experts.chosen)[1]
+    scores = jax.nn.sigmoid(logits.T) if experts.sigmoid else jax.nn.softmax(logits.T)
+    ranks = scores if bias is None else scores + bias.astype(scores.dtype)
+    if experts.groups > 1:
+        grouped = ranks.reshape(len(ranks), experts.groups, -1)
+        strength = lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(2)
+        best = lax.top_k(strength, experts.chosen_groups)[1]
+        kept = (best[:, None, :] == jnp.arange(experts.groups, dtype=best.dtype)[None, :, None]).any(2)
+        ranks = jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(ranks.shape)
+    own = lax.top_k(ranks, experts.chosen)[1]
     used = own if routes is None else jnp.where(routes == NO_ROUTE, own, routes.astype(own.dtype))
     factors = jnp.take_along_axis(scores, used, axis=1)
-    return own, used, factors / factors.sum(1, keepdims=True) if experts.normalize else factors
+    if experts.normalize:
+        # Sigmoids, unlike probabilities, may all be almost 0.
+        factors = factors / (factors.sum(1, keepdims=True) + (1e-20 if experts.sigmoid else 0.0))
+    return own, used, factors if experts.scale == 1.0 else factors * experts.scale
 
 
 class Rows(NamedTuple):
@@ -139,16 +206,17 @@ def arranged(routes: Int[Array, "tokens chosen"], first: int | Array, count: int
 
 def mixture(
     x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"], matrices: Matrices, *,
-    first: int | Int[Array, ""] = 0, activation: Callable[[Array], Array], dtype: str,
+    first: int | Int[Array, ""] = 0, hidden: Callable[..., Array], dtype: str,
     sharding: tuple[WeightSharding | None, WeightSharding | None] = (None, None),
 ) -> Float[Array, "embed tokens"]:  # fmt: skip
-    """Returns the sum of factor x down (activation(gate x) * (up x)) over the experts of each token.
+    """Returns the sum of factor x down hidden(gate x, up x) over the experts of each token.
 
     Args:
         x: normalized tokens.
         factors, routes: factor and number of each chosen expert.
         matrices: matrices of the experts that are on this device. Choices of other experts contribute nothing.
         first: number of the first expert in `matrices`.
+        hidden: maps the products with all matrices except the last, down, to the input of down.
         sharding: how gate and up, and down are sharded (see `dapo_jax.numerics.precision.product`).
     """
     count = len(matrices[0])
@@ -158,10 +226,10 @@ def mixture(
     def multiplied(weight: Array | Quantized, x: Array, sharding: WeightSharding | None) -> Array:
         return checkpoint_name(grouped(weight, x, rows.sizes, block, dtype, sharding), "projection")
 
-    gate, up, down = matrices
+    *wide, down = matrices
     inputs = _spread(x.T, rows.token, rows.place)
-    hidden = activation(multiplied(gate, inputs, sharding[0])) * multiplied(up, inputs, sharding[0])
-    outputs = multiplied(down, hidden, sharding[1])
+    features = hidden(*(multiplied(weight, inputs, sharding[0]) for weight in wide))
+    outputs = multiplied(down, features, sharding[1])
     # A row's factor is looked up by the number of its choice. Empty rows have none.
     scale = jnp.zeros(len(outputs) + 1, factors.dtype).at[rows.place].set(factors)[:-1]
     return _collected(outputs * scale[:, None], rows.token, rows.place).T

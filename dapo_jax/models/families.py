@@ -41,10 +41,16 @@ _GEMMA_NORMS = {**_OUTPUT_NORMS, "mlp_norm": "pre_feedforward_layernorm.weight"}
 _GRANITE = {
     "embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
 }  # fmt: skip
-_EXPERTS = {
-    "router": "mlp.gate.weight",
-    **{ours: f"mlp.experts.{{}}.{ours}_proj.weight" for ours in ("gate", "up", "down")},
-}
+_GATED_DELTA = {
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_QWEN3_5 = {
+    "head_dim": 256, "partial_rotary_factor": 0.25, "layer_types": None, "full_attention_interval": 4, **_GATED_DELTA,
+}  # fmt: skip
+_QWEN3_5_SWITCHES = {"qk_norm": "head", "norm_offset": 1.0, "attention_gate": True}
+_QWEN_EXPERTS = {
+    "num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8,
+}  # fmt: skip
 _GATE_UP = {"gate": "mlp.gate_up_proj.weight", "up": "mlp.gate_up_proj.weight"}
 
 FAMILIES: Mapping[str, Family] = {
@@ -136,23 +142,26 @@ FAMILIES: Mapping[str, Family] = {
         tensors={"query_norm": "self_attn.query_layernorm.weight", "key_norm": "self_attn.key_layernorm.weight"},
     ),
     "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM", ignored=("sliding_window",), switches={"qk_norm": "head"}, tensors=_EXPERTS,
+        architecture="Qwen3MoeForCausalLM", ignored=("sliding_window",), switches={"qk_norm": "head"},
         defaults={
             "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_local_experts": 128, "num_experts_per_tok": 8,
             "norm_topk_prob": False,
         },
     ),
     "qwen3_5_text": Family(
-        architecture="Qwen3_5ForCausalLM", ignored=("mrope_interleaved", "mrope_section"),
-        switches={"qk_norm": "head", "norm_offset": 1.0},
-        defaults={
-            "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25, "layer_types": None, "full_attention_interval": 4,
-            "attn_output_gate": True, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-        },
+        architecture="Qwen3_5ForCausalLM", ignored=("mrope_interleaved", "mrope_section"), switches=_QWEN3_5_SWITCHES,
+        defaults={"num_key_value_heads": 4, "attn_output_gate": True, **_QWEN3_5},
+    ),
+    "qwen3_5_moe_text": Family(
+        architecture="Qwen3_5MoeForCausalLM", ignored=("mrope_interleaved", "mrope_section"), switches=_QWEN3_5_SWITCHES,
+        defaults={"attn_output_gate": True, "num_experts": 256, **_QWEN_EXPERTS, **_QWEN3_5}, experts={"shared_gate": True},
+    ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM", switches=_QWEN3_5_SWITCHES, experts={"shared_gate": True}, mixers={"by_key_head": True},
+        defaults={"num_experts": 512, **_QWEN_EXPERTS, "num_experts_per_tok": 10, "norm_topk_prob": True, **_QWEN3_5},
     ),
     "olmoe": Family(
-        architecture="OlmoeForCausalLM", switches={"qk_norm": "all"}, tensors=_EXPERTS,
+        architecture="OlmoeForCausalLM", switches={"qk_norm": "all"},
         defaults={"rms_norm_eps": 1e-5, "clip_qkv": None, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
     ),
     "granitemoe": Family(
@@ -168,6 +177,7 @@ FAMILIES: Mapping[str, Family] = {
 WRAPPED = {
     "gemma3": ("Gemma3ForConditionalGeneration", ("gemma3_text",)),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",)),
     "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
 }
 """Models for images and text: their class and the families of their text_config. Only the text model is loaded."""
@@ -195,6 +205,8 @@ _NUMBERS = {
     "final_logit_softcapping": "logit_cap",
     "clip_qkv": "clip_qkv",
 }
+_OF_EXPERTS = {"shared_dim": "shared_expert_intermediate_size"}
+"""The key for each field of `Experts` that only some families read."""
 _COUNTS = ("num_experts", "num_local_experts")
 """The keys for the number of experts on the hub, and in files that transformers 5 writes."""
 _FLAGS = {
@@ -268,8 +280,7 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
     if "layer_types" in reads:
         windows = config.windows or (0,) * config.layers
         described["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
-    if config.mixers:
-        names = {mixer: name for name, (mixer, _) in _mixers(family).items()}
+    if names := {mixer: name for name, (mixer, _) in _mixers(family).items()}:
         described["layer_types"] = [names.get(type(mixer), "full_attention") for mixer in config.mixers]
         for mixer, keys in (
             (mixer, _MIXERS[names[type(mixer)]][1]) for mixer in set(config.mixers) if type(mixer) in names
@@ -284,6 +295,7 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         described |= {key: config.experts.count for key in _COUNTS if key in reads}
         described["num_experts_per_tok"] = config.experts.chosen
         described |= {"norm_topk_prob": config.experts.normalize} if "norm_topk_prob" in reads else {}
+        described |= {key: getattr(config.experts, ours) for ours, key in _OF_EXPERTS.items() if key in reads}
     activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
     settings = rope_settings(rope or Rope(), reads)
     if config.query_growth is not None:
@@ -313,6 +325,7 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         **family.written,
     }
     described.setdefault("attention_bias", False)
+    described |= family.write(config) if family.write else {}
     found = understand(described, "config.json")
     config = replace(config.base, vocab_multiple=1, wrapped=False).for_length(2**62)
     if lost := [
@@ -367,8 +380,9 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         found["embed_scale"] = sizes["embed_dim"] ** 0.5
     try:
         if "num_experts_per_tok" in family.defaults:
-            found["experts"] = _experts(values, described, family, where)
+            found["mlps"] = (_experts(values, described, family, where),)
         found |= _layer_fields(values, described, family, sizes, where)
+        found |= family.read(values, sizes, where) if family.read else {}
         return DecoderConfig(family=name, **sizes, **found)
     except ValueError as error:
         raise error if str(error).startswith(f"{where}") else ValueError(f"{where}: {error}") from error
@@ -411,7 +425,9 @@ def _experts(
         )
     # If a family does not read the key, it computes a softmax over the chosen experts alone, which is the same as normalized probabilities.
     normalize = "norm_topk_prob" not in reads or checked(values, "norm_topk_prob", bool, where)
-    return Experts(counts[0], checked(values, "num_experts_per_tok", int, where), normalize)
+    others = {ours: checked(values, key, int, where) for ours, key in _OF_EXPERTS.items() if key in reads}
+    chosen = checked(values, "num_experts_per_tok", int, where)
+    return Experts(counts[0], chosen, normalize, **others, **family.experts)
 
 
 def _check_supported(described: Mapping[str, Any], family: Family, where: object) -> None:
@@ -485,8 +501,8 @@ def _layer_fields(
         sliding = [False] * layers  # a window that no sequence exceeds
     windows = tuple(window if slides else 0 for slides in sliding) if window and any(sliding) else ()
     made: dict[str, Any] = {"windows": windows}
-    if mixers := _mixers(family):
-        made["mixers"] = _mixed(kinds, mixers, values, where)
+    if _mixers(family):
+        made["mixers"] = _mixed(kinds, family, values, where)
     if family.two_ropes:
         made["ropes"] = two_ropes(values, described, family, sizes, where)
         made["rope_of_layer"] = tuple(map(int, sliding))
@@ -514,14 +530,15 @@ def _mixers(family: Family) -> dict[str, tuple[type[Mixer], Mapping[str, str]]]:
 
 
 def _mixed(
-    kinds: Sequence[str], mixers: Mapping[str, tuple[type[Mixer], Mapping[str, str]]], values: Mapping[str, Any], where: object
-) -> tuple[Mixer, ...]:  # fmt: skip
-    """Returns the mixer of each layer, in a family with `mixers` other than attention."""
+    kinds: Sequence[str], family: Family, values: Mapping[str, Any], where: object
+) -> tuple[Mixer, ...]:
+    """Returns the mixer of each layer, in a family with mixers other than attention."""
+    mixers = _mixers(family)
     if not {"full_attention", *mixers} <= set(kinds):
         needed = " and ".join(map(repr, mixers))
         raise ValueError(f"{where}: layer_types must have {needed} and at least one 'full_attention'")
     others = {
-        name: mixer(**{ours: checked(values, key, int, where) for ours, key in keys.items()})
+        name: mixer(**{ours: checked(values, key, int, where) for ours, key in keys.items()}, **family.mixers)
         for name, (mixer, keys) in mixers.items()
     }
     return tuple(others.get(kind, ATTENTION) for kind in kinds)

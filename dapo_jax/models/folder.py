@@ -71,10 +71,13 @@ def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
     """
     path = path_of(folder) / CONFIG
     config = understand(described := read_json(path), path)
-    if config.wrapped and described.get("tie_word_embeddings") not in (None, config.tied_embeddings):
-        with suppress(ValueError):  # As in transformers, the file decides. Without weights, text_config does.
-            tied = "lm_head.weight" not in SafetensorsFolder(path.parent).shapes
-            return replace(config, tied_embeddings=tied)
+    decides = config.wrapped and described.get("tie_word_embeddings") not in (None, config.tied_embeddings)
+    if decides or config.experts:
+        with suppress(ValueError):  # As in transformers, the file decides. Without weights, config.json does.
+            names = SafetensorsFolder(path.parent).shapes
+            fused = any(name.endswith(".experts.gate_up_proj") for name in names)
+            tied = "lm_head.weight" not in names if decides else config.tied_embeddings
+            return replace(config, tied_embeddings=tied, fused_experts=fused)
     return config
 
 

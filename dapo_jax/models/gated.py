@@ -16,6 +16,20 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_t
 _INPUTS = ("gate", "up")
 
 
+def gated_parameters(
+    config: Architecture, hidden: int, prefix: str = "", path: str = "mlp."
+) -> dict[str, Parameter]:
+    """Returns the matrices of a gated MLP with `hidden` features. Their names begin with `prefix`, and the names of their tensors with `path`."""
+    embed, inputs = config.embed_dim, tuple(prefix + name for name in _INPUTS)
+    rows = {"shape": (hidden, embed), "axes": ("mlp", "embed"), "fan_in": embed, "joins": inputs}
+    columns = {"shape": (embed, hidden), "axes": ("embed", "mlp"), "fan_in": hidden * 2 * config.layers}
+    matrices = {"gate": rows, "up": rows, "down": columns}
+    return {
+        prefix + name: Parameter(**matrix, tensor=f"{path}{name}_proj.weight", target=f"{name}_proj")
+        for name, matrix in matrices.items()
+    }
+
+
 @dataclass(frozen=True)
 class Gated(Mlp):
     """One MLP. Its size and options are fields of `Architecture`."""
@@ -24,18 +38,12 @@ class Gated(Mlp):
     targets = ("gate_proj", "up_proj", "down_proj")
 
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
-        embed, hidden = config.embed_dim, config.mlp_dim
-        shapes = {"gate": (hidden, embed), "up": (hidden, embed), "down": (embed, hidden)}
-        found = {
-            name: Parameter(
-                shape=shape, axes=("embed", "mlp") if name == "down" else ("mlp", "embed"), tensor=f"mlp.{name}_proj.weight", target=f"{name}_proj",
-                fan_in=hidden * 2 * config.layers if name == "down" else embed, joins=_INPUTS if name in _INPUTS else (),
-            )
-            for name, shape in shapes.items()
-        }  # fmt: skip
-        for name, shape in shapes.items() if config.mlp_bias else ():
+        found = gated_parameters(config, config.mlp_dim)
+        for name in (*_INPUTS, "down") if config.mlp_bias else ():
             axes = ("features",) if name == "down" else ("mlp",)
-            found[f"{name}_bias"] = Parameter(shape=shape[:1], axes=axes, tensor=f"mlp.{name}_proj.bias")
+            found[f"{name}_bias"] = Parameter(
+                shape=found[name].shape[:1], axes=axes, tensor=f"mlp.{name}_proj.bias"
+            )
         return found
 
     def apply(

@@ -81,6 +81,8 @@ class GatedDelta(Mixer):
     value_dim: int
     taps: int = 4
     """Number of tokens in the convolution."""
+    by_key_head: bool = False
+    """Whether two tensors of a file contain the rows of all input matrices, sorted by key head (Qwen3-Next)."""
 
     stack = "delta_blocks"
     group = "linear_attention"
@@ -108,9 +110,11 @@ class GatedDelta(Mixer):
         sizes = self._heads
 
         def matrix(shape: tuple[int, ...], axes: tuple[str, ...], tensor: str, target: str = "") -> Parameter:
-            tensor = f"linear_attn.{tensor}.weight"
+            if self.by_key_head:
+                tensor = "in_proj_ba" if tensor in ("in_proj_b", "in_proj_a") else "in_proj_qkvz"
             return Parameter(
-                shape=(*shape, embed), axes=(*axes, "embed"), fan_in=embed, tensor=tensor, target=target, joins=_INPUTS
+                shape=(*shape, embed), axes=(*axes, "embed"), fan_in=embed, tensor=f"linear_attn.{tensor}.weight", target=target, joins=_INPUTS,
+                blocks=self.key_heads * self.by_key_head,
             )  # fmt: skip
 
         def filters(name: str) -> Parameter:

@@ -40,6 +40,8 @@ class Parameter:
     """The logical axis of each dimension, outputs before inputs. `parallel.sharding` maps it to a mesh axis."""
     tensor: str = ""
     """The name of its tensor in a layer of a file, which `Family.tensors` may replace. Parameters with the same name are parts of one tensor, one below the other."""
+    blocks: int = 0
+    """If above 0, the tensor consists of this number of blocks, and each block has the same number of rows of each part, one part below the other."""
     fan_in: int = 0
     """If above 0, initial values are normal with variance 1 / fan_in."""
     start: float | Callable[[Array], Array] = 0.0
@@ -50,6 +52,8 @@ class Parameter:
     """The name of the matrix in PEFT if it may have an adapter."""
     joins: tuple[str, ...] = ()
     """The parameters with which a sampler may join this one, because they multiply the same tokens (see `models.joined`)."""
+    is_trained: bool = True
+    """Whether training changes the parameter. Otherwise it is only stored, such as the bias of a router's choice."""
     is_rotated: bool = False
     """Whether the rotary embedding applies to its outputs. The order of these outputs may differ in files."""
 
@@ -67,7 +71,9 @@ class Parameter:
         else:
             # Without an explicit dtype, the arrays would be weakly typed, and all programs would be compiled again after the first update.
             value = jnp.full(self.shape, self.start, jnp.float32)
-        return nnx.Param(value, axes=self.axes, float32=self.float32, joins=self.joins)
+        return nnx.Param(
+            value, axes=self.axes, float32=self.float32, joins=self.joins, trained=self.is_trained
+        )
 
 
 def norm(config: Architecture, *shape: int, axes: tuple[str, ...] = ("norm",), tensor: str = "") -> Parameter:

@@ -5,7 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, cycle, groupby, islice
 from typing import Any
+
+import numpy as np
 
 from dapo_jax.hints import nearest
 from dapo_jax.models.architecture import Architecture
@@ -13,7 +16,7 @@ from dapo_jax.models.attention_mixer import ATTENTION, Attention
 from dapo_jax.models.experts import Experts
 from dapo_jax.models.gated import GATED, Gated
 from dapo_jax.models.gated_delta import GatedDelta
-from dapo_jax.models.layer_kinds import Fixed, LayerKind, Mixer, Paged
+from dapo_jax.models.layer_kinds import Fixed, LayerKind, Mixer, Mlp, Paged
 from dapo_jax.models.parameters import output_dimensions
 from dapo_jax.models.rope import Rope, RopeScaling
 
@@ -25,17 +28,22 @@ GROUPS: dict[str, tuple[str, ...]] = {kind.group: kind.targets for kind in (Atte
 class DecoderConfig(Architecture):
     """Sizes and architecture options of a decoder, and the kinds of its layers."""
 
-    mixers: tuple[Mixer, ...] = ()
-    """The mixer of each layer. If empty, all layers have attention."""
-    experts: Experts | None = None
-    """The experts that each layer has in place of the MLP. If None, there is one MLP."""
+    mixers: tuple[Mixer | None, ...] = (ATTENTION,)
+    """The mixer of each layer. If there are fewer mixers than layers, they repeat."""
+    mlps: tuple[Mlp | None, ...] = (GATED,)
+    """The MLP of each layer, likewise."""
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
-        if self.mixers and (len(self.mixers) != self.layers or (self.experts and len(set(self.mixers)) > 1)):
+        for name in ("mixers", "mlps"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, tuple(islice(cycle(given), self.layers)))
+        if (alone := LayerKind(None, None)) in self.kinds:
+            raise ValueError(f"layer {self.kinds.index(alone)} has neither a mixer nor an MLP")
+        if len({(mlp.count, mlp.chosen) for mlp in self.mlps if isinstance(mlp, Experts)}) > 1:
             raise ValueError(
-                f"a model with layers of several kinds must have layer_types for its layers={self.layers}, found {len(self.mixers)}, and no experts"
+                "all layers with experts must have the same number of experts and choose the same number for a token"
             )
         if not self.paged:
             raise ValueError(f"a decoder must have at least one layer with attention, found {self.mixers}")
@@ -83,20 +91,60 @@ class DecoderConfig(Architecture):
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        mlp = self.experts or GATED
-        return tuple(LayerKind(mixer, mlp) for mixer in self.mixers or (ATTENTION,) * self.layers)
+        return tuple(map(LayerKind, self.mixers, self.mlps))
+
+    @cached_property
+    def _segments(self) -> list[tuple[int, int]]:
+        """The pairs (layers in a period, number of periods) into which the order of the layers is divided, so that few different layers are compiled."""
+        kinds, segments, first = self.kinds, list[tuple[int, int]](), 0
+        lengths = (n for n in range(1, len(kinds) + 1) if len(kinds) % n == 0)
+        whole = next((n, len(kinds) // n) for n in lengths if kinds == kinds[:n] * (len(kinds) // n))
+        while first < len(kinds):
+            best = (1, 1)
+            for length in range(1, (len(kinds) - first) // 2 + 1):
+                count, period = 1, kinds[first : first + length]
+                while kinds[first + count * length : first + (count + 1) * length] == period:
+                    count += 1
+                if count > 1 and length * count > best[0] * best[1]:
+                    best = length, count
+            segments.append(best)
+            first += best[0] * best[1]
+
+        def bodies(parts: Sequence[tuple[int, int]]) -> int:
+            """Returns the number of layers that are compiled. A run of equal layers is compiled once."""
+            starts = accumulate((length * count for length, count in parts), initial=0)
+            periods = (
+                kinds[start : start + length] for start, (length, _) in zip(starts, parts, strict=False)
+            )
+            return sum(len(list(groupby(period))) for period in periods)
+
+        return segments if bodies(segments) < bodies([whole]) else [whole]
 
     @cached_property
     def places(self) -> tuple[tuple[str, int], ...]:
-        """The place of each layer's parameters: the name of a stack of layers of one kind, and an index."""
-        names, counts, found = dict[LayerKind, str](), Counter[str](), []
-        for kind in self.kinds:
-            if kind not in names:
-                alike = [name for name in names.values() if name.startswith(kind.stack)]
-                names[kind] = f"{kind.stack}_{len(alike) + 1}" if alike else kind.stack
-            name = names[kind]
+        """The place of each layer's parameters: the name of a stack of layers of one kind in one segment (see `periods`), and an index."""
+        names, counts, found = dict[tuple[int, LayerKind], str](), Counter[str](), []
+        of_layer = [at for at, (length, count) in enumerate(self._segments) for _ in range(length * count)]
+        for segment, kind in zip(of_layer, self.kinds, strict=True):
+            if (segment, kind) not in names:
+                alike = [
+                    name
+                    for name in names.values()
+                    if name.rpartition("_")[0] == kind.stack or name == kind.stack
+                ]
+                names[segment, kind] = f"{kind.stack}_{len(alike) + 1}" if alike else kind.stack
+            name = names[segment, kind]
             found.append((name, counts[name]))
             counts[name] += 1
+        return tuple(found)
+
+    @cached_property
+    def periods(self) -> tuple[tuple[tuple[str, ...], int], ...]:
+        """The segments of the decoder: the stacks of the layers in one period, and the number of periods."""
+        names, first, found = [name for name, _ in self.places], 0, []
+        for length, count in self._segments:
+            found.append((tuple(names[first : first + length]), count))
+            first += length * count
         return tuple(found)
 
     @cached_property
@@ -109,12 +157,23 @@ class DecoderConfig(Architecture):
         """Returns the layers in a stack (see `places`)."""
         return [layer for layer, (name, _) in enumerate(self.places) if name == stack]
 
+    @cached_property
+    def experts(self) -> Experts | None:
+        """The experts of a layer that has experts, or None if there are none."""
+        return next((mlp for mlp in self.mlps if isinstance(mlp, Experts)), None)
+
+    @cached_property
+    def routed(self) -> tuple[int, ...]:
+        """The layers with experts."""
+        return tuple(layer for layer, mlp in enumerate(self.mlps) if isinstance(mlp, Experts))
+
     @property
-    def period(self) -> tuple[str, ...]:
-        """The stacks of the shortest sequence of layers that repeats."""
-        names = tuple(name for name, _ in self.places)
-        lengths = (n for n in range(1, len(names) + 1) if len(names) % n == 0)
-        return next(names[:n] for n in lengths if names == names[:n] * (len(names) // n))
+    def routes(self) -> tuple[tuple[int, int], str] | None:
+        """The shape of a token's record of experts, [layers with experts, chosen], and its dtype, or None if there are no experts."""
+        if self.experts is None:
+            return None
+        wide = self.experts.count > np.iinfo(np.uint8).max
+        return (len(self.routed), self.experts.chosen), "uint16" if wide else "uint8"
 
     def data(self, layer: int) -> dict[str, int]:
         """Returns the numbers of one layer (see `Mixer.data`)."""
@@ -224,14 +283,9 @@ _QWEN3 = DecoderConfig(
 )  # fmt: skip
 
 
-def _every_fourth(layers: int, other: Mixer) -> tuple[Mixer, ...]:
-    """Returns `mixers` of a model in which every fourth layer has attention."""
-    return tuple(ATTENTION if layer % 4 == 3 else other for layer in range(layers))
-
-
 _QWEN3_5 = DecoderConfig(
     family="qwen3_5_text", vocab_size=248_320, embed_dim=1024, layers=24, heads=8, kv_heads=2, head_dim=256, mlp_dim=3584, ropes=(Rope(theta=1e7, share=0.25),),
-    max_positions=262_144, qk_norm="head", norm_offset=1.0, attention_gate=True, mixers=_every_fourth(24, GatedDelta(16, 16, 128, 128)),
+    max_positions=262_144, qk_norm="head", norm_offset=1.0, attention_gate=True, mixers=(*[GatedDelta(16, 16, 128, 128)] * 3, ATTENTION),
 )  # fmt: skip
 
 # The sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
@@ -262,15 +316,15 @@ PRESETS: dict[str, DecoderConfig] = {
     # As small as `tiny`, for trying out mixtures of experts.
     "tiny-moe": DecoderConfig(
         family="qwen3_moe", vocab_size=32, embed_dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=64, max_positions=512,
-        qk_norm="head", experts=Experts(8, 2, normalize=True),
+        qk_norm="head", mlps=(Experts(8, 2, normalize=True),),
     ),
     "qwen3-30b-a3b": _sized(
-        _QWEN3, 2048, 48, 32, 768, family="qwen3_moe", kv_heads=4, tied_embeddings=False, experts=Experts(128, 8, normalize=True),
+        _QWEN3, 2048, 48, 32, 768, family="qwen3_moe", kv_heads=4, tied_embeddings=False, mlps=(Experts(128, 8, normalize=True),),
     ),
     # As small as `tiny`, for trying out Gated DeltaNet layers.
     "tiny-qwen3.5": replace(
         _QWEN3_5, vocab_size=32, embed_dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=256, max_positions=512,
-        ropes=(Rope(share=0.25),), mixers=_every_fourth(4, GatedDelta(2, 4, 32, 32)),
+        ropes=(Rope(share=0.25),), mixers=(*[GatedDelta(2, 4, 32, 32)] * 3, ATTENTION),
     ),
     "qwen3.5-0.8b": _QWEN3_5,
     "gemma-3-1b": DecoderConfig(

@@ -82,6 +82,13 @@ def tensor_names(layers: int, family: str) -> list[str]:
     return [*(parameter.tensor for parameter in end_parameters(config).values()), *of_layers]
 
 
+def _fused(theirs: str) -> str:
+    """Converts the name of a tensor of each expert to the name of the tensor of all experts."""
+    path, of_experts, name = theirs.partition(".{}.")
+    matrix = "down_proj" if name.startswith("down") else "gate_up_proj"
+    return f"{path}.{matrix}" if of_experts else theirs
+
+
 def _in_layer(theirs: str, layer: int) -> str:
     return f"model.layers.{layer}.{theirs}"
 
@@ -95,6 +102,8 @@ class _Tensors:
         self.parts: dict[str, list[str]] = {}
         """The parameters of each tensor, in the order of their rows."""
         self.name = {ours: family.tensors.get(ours, like.tensor) for ours, like in self.parameters.items()}
+        if config.fused_experts:
+            self.name = {ours: _fused(theirs) for ours, theirs in self.name.items()}
         for ours, theirs in self.name.items():
             self.parts.setdefault(theirs, []).append(ours)
         self.experts = 0 if config.experts is None else config.experts.count
@@ -109,6 +118,14 @@ class _Tensors:
     def rows(self, ours: str) -> int:
         """Returns the number of rows of a parameter, or of one expert's part of it."""
         return _file_shape(self.parameters[ours])[1 if self.of_experts(ours) else 0]
+
+    def blocks(self, ours: str) -> tuple[int, ...]:
+        """Returns the number of blocks in the tensor of a parameter, the first row of the parameter in a block, its rows in a block, and the rows of a block. Empty if the
+        tensor does not consist of blocks (see `Parameter.blocks`)."""
+        if not (count := self.parameters[ours].blocks):
+            return ()
+        rows = {part: self.rows(part) // count for part in self.parts[self.name[ours]]}
+        return count, self.first(ours) // count, rows[ours], sum(rows.values())
 
     def of_experts(self, ours: str) -> bool:
         return "experts" in self.parameters[ours].axes
@@ -229,6 +246,11 @@ def place(
         theirs, first = _in_layer(own.name[name], layer), own.first(name)
         if own.of_experts(name):
             return put(_OfExperts(file, theirs, first, parameter.shape), theirs, parameter, sharding)
+        if blocks := own.blocks(name):
+            shape = _file_shape(parameter)
+            return put(
+                _InBlocks(file, theirs, blocks, shape), theirs, parameter, sharding, order=own.order(name)
+            )
         return put(file, theirs, parameter, sharding, first=first, order=own.order(name))
 
     for layer, (stack, index) in enumerate(config.places) if apart else ():
@@ -283,7 +305,11 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
         )
 
     def joined(parts: list[str], axis: int, layer: int, *expert: int) -> np.ndarray:
-        return np.concatenate([fetch(name, layer, *expert) for name in parts], axis=axis)
+        fetched = [fetch(name, layer, *expert) for name in parts]
+        if not (blocks := tensors[config.places[layer][0]].blocks(parts[0])):
+            return np.concatenate(fetched, axis=axis)
+        by_block = [part.reshape(blocks[0], -1, *part.shape[1:]) for part in fetched]
+        return np.concatenate(by_block, axis=1).reshape(-1, *fetched[0].shape[1:])
 
     for layer, (stack, _) in enumerate(config.places):
         own = tensors[stack]
@@ -455,6 +481,22 @@ class _OfExperts:
             return _finite(self._file, name, (experts, *below))
         each = range(experts.start, experts.stop)
         return np.stack([_finite(self._file, name.format(expert), below) for expert in each])
+
+
+class _InBlocks:
+    """A parameter whose rows are in several blocks of a tensor. Implements `TensorFile`."""
+
+    def __init__(self, file: TensorFile, theirs: str, blocks: tuple[int, ...], shape: Shape) -> None:
+        """`blocks` is a result of `_Tensors.blocks`, and `shape` the shape of the parameter in transformers."""
+        self.where, self._file, self._blocks = file.where, file, blocks
+        self.shapes: Mapping[str, Shape] = {theirs: shape}
+
+    def read(self, name: str, cut: Cut) -> np.ndarray:
+        _, first, rows, whole = self._blocks
+        wanted = np.arange(*cut[0].indices(self.shapes[name][0]))
+        below, above = (wanted[0] // rows, wanted[-1] // rows + 1) if len(wanted) else (0, 0)
+        values = self._file.read(name, (slice(below * whole, above * whole), *cut[1:]))
+        return values[wanted // rows * whole + first + wanted % rows - below * whole]
 
 
 def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:

@@ -253,12 +253,12 @@ class SamplerLayout(Layout):
         columns, outer, inner = (
             PartitionSpec(*axes) for axes in ((None, rows), (None, "tensor"), (None, None, "tensor"))
         )
-        down: Any = Quantized(inner, PartitionSpec()) if isinstance(matrices[2], Quantized) else inner
+        down: Any = Quantized(inner, PartitionSpec()) if isinstance(matrices[-1], Quantized) else inner
 
         def part(*given: Any) -> Array:
             return _rounded(mixture(*given), _sent(self.mesh, dtype), lambda x: lax.psum(x, "tensor"))
 
-        places = columns, PartitionSpec(rows), PartitionSpec(rows), (outer, outer, down)
+        places = columns, PartitionSpec(rows), PartitionSpec(rows), (*[outer] * (len(matrices) - 1), down)
         program = jax.shard_map(part, mesh=self.mesh, in_specs=places, out_specs=columns, check_vma=False)
         return program(x, factors, routes, matrices)
 

@@ -12,7 +12,7 @@ from dapo_jax.config import ConfigError, LossConfig, TrainConfig
 from dapo_jax.config.algorithms import CLIPS
 from dapo_jax.config.keys import named, prefixed
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
-from dapo_jax.dapo.tokens import NO_ROUTE, Shapes
+from dapo_jax.dapo.tokens import Shapes
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.lora import parted
@@ -58,16 +58,10 @@ def has_reference(config: TrainConfig, objective: Objective) -> bool:
 
 
 def recorded_values(config: TrainConfig, decoder: DecoderConfig) -> Shapes:
-    """Returns the optional values that a run records for each token: with routing replay, the experts that the sampler chose, [layers, chosen]. Raises
-    ConfigError if a record cannot have the numbers of all experts."""
-    if config.rollout.routing_replay == "off" or decoder.experts is None:
+    """Returns the optional values that a run records for each token: with routing replay, the experts that the sampler chose."""
+    if config.rollout.routing_replay == "off" or decoder.routes is None:
         return ()
-    if decoder.experts.count > NO_ROUTE:
-        raise ConfigError(
-            f"rollout.routing_replay=sampler records experts in one byte and so needs at most {NO_ROUTE} experts, but model.source={config.model.source!r} has "
-            f"{decoder.experts.count}: set rollout.routing_replay=off"
-        )
-    return (("routes", (decoder.layers, decoder.experts.chosen)),)
+    return (("routes", *decoder.routes),)
 
 
 def routes_note(config: TrainConfig, token_bytes: int) -> str:

@@ -98,8 +98,7 @@ class DecoderEngine:
         self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
         holders = max(spec.slots * (1 + spec.parks), -(-spec.in_flight // spread) * spread)
         self.parks_states: bool = spec.parks and bool(config.fixed)
-        experts = config.experts if spec.records_routes else None
-        self._routes = None if experts is None else (config.layers, experts.chosen)
+        self._routes = config.routes if spec.records_routes else None
         self._takes_turns = spec.in_flight > spec.slots
         self._reads_again = spec.in_flight > 0 or spec.has_turns
         self.feed_tokens: int = FEED_TOKENS if spec.parks else 0
@@ -458,7 +457,8 @@ class DecoderEngine:
 
     def _no_routes(self, *shape: int) -> Array:
         assert self._routes is not None
-        return jnp.full((*shape, *self._routes), NO_ROUTE, jnp.uint8)
+        of_token, dtype = self._routes
+        return jnp.full((*shape, *of_token), jnp.iinfo(dtype).max, dtype)
 
     def _generated(
         self, call: _Call, state: DecodeState, decoding: Decoding, min_live: Array
@@ -558,7 +558,7 @@ class DecoderEngine:
             x = lax.with_sharding_constraint(x, self._columns)
             if form is not None:
                 grown[is_fixed].append(after)
-            chosen.append(own)
+            chosen += [] if own is None else [own]
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
@@ -567,5 +567,5 @@ class DecoderEngine:
         state = replace(state, layers=layers, logits=logits, states=fixed)
         if self._routes is None:
             return state, None
-        routes = jnp.where(drawing[:, None, None], jnp.stack(chosen, axis=1).astype(jnp.uint8), NO_ROUTE)
-        return state, lax.with_sharding_constraint(routes.astype(jnp.uint8), self._rows)
+        routes = jnp.where(drawing[:, None, None], jnp.stack(chosen, axis=1), NO_ROUTE)
+        return state, lax.with_sharding_constraint(routes.astype(self._routes[1]), self._rows)

@@ -53,7 +53,7 @@ class EngineSpec:
     """Whether responses are multi-turn episodes. While its environment works, an episode keeps its pages until other responses need them; at most `slots` episodes
     can. The answer's tokens are then fed. A batch-invariant engine re-prefills instead, because feeding rounds differently."""
     records_routes: bool = False
-    """Whether the experts that a model with experts chooses for each token are returned. There must be at most `NO_ROUTE` experts."""
+    """Whether the experts that a model with experts chooses for each token are returned."""
 
     @property
     def stored_dtype(self) -> str:

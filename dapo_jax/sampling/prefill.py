@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.dapo.tokens import NO_ROUTE
+from dapo_jax.dapo.tokens import choices
 from dapo_jax.models.decoder import Block, EmbeddingAndHead
 from dapo_jax.models.layer_kinds import Fixed, Paged, PrefillPart
 from dapo_jax.models.presets import DecoderConfig
@@ -78,10 +78,10 @@ class Prefill:
 
     def __init__(
         self, config: DecoderConfig, mesh: Mesh, cache: Cache, *, blocks: dict[str, nnx.GraphDef[Block]], ends: nnx.GraphDef[EmbeddingAndHead],
-        shape: PrefillShape, capacity: int, cache_dtype: str, compute_dtype: str, routes: tuple[int, int] | None = None,
+        shape: PrefillShape, capacity: int, cache_dtype: str, compute_dtype: str, routes: tuple[tuple[int, int], str] | None = None,
     ) -> None:  # fmt: skip
         """Builds the programs. `blocks` has the graph definition of the layers in each stack, and `ends` defines the embedding and head. `capacity` is the maximum sequence length.
-        With `routes` = (layers, chosen), prefixes contain the chosen experts."""
+        With `routes` (see `DecoderConfig.routes`), prefixes contain the chosen experts."""
         self._routes = routes
         self.shape, self._config, self._cache, self._blocks, self._ends = shape, config, cache, blocks, ends
         self._dtype, self._cache_dtype = compute_dtype, cache_dtype
@@ -145,11 +145,12 @@ class Prefill:
             # These arguments are host arrays, so their structs have no sharding.
             tokens, segments, last = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
             x, ropes = self._embed.eval_shape(ends, tokens), self._angles.eval_shape(tokens, self._config)
-            forced = self._forced(0, self._record(len(tokens)))
-            forced = jax.tree.map(lambda record: jax.ShapeDtypeStruct(record.shape, record.dtype), forced)
-            kept = {}
+            record, kept = self._record(len(tokens)), {}
             for stack, weights in of_stack.items():
                 index, suffix = self._config.layers_of(stack)[0], program_suffix(stack)
+                forced = jax.tree.map(
+                    lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), self._forced(index, record)
+                )
                 rope, data = self._of_layer(index, ropes)
                 before, layer = None, self._layer[stack]
                 if name == "part":
@@ -184,7 +185,7 @@ class Prefill:
             program, how = self._layer[self._config.places[index][0]], self._forced(index, forced)
             x, state, own = self._awaited(program(weights, x, None, rope, *segments, data, *ends, **how))
             kept.append(state)
-            routes.append(own)
+            routes += [] if own is None else [own]
         layers, states = self._by_state(kept)
         following = np.roll(packed.tokens.reshape(-1), -1)
         scores = [self._scores(params["ends"], x, following)] if score else []
@@ -205,7 +206,7 @@ class Prefill:
         return [PromptScores(*(part[begin : begin + length] for part in whole)) for begin, length in places]
 
     def _recorded(
-        self, calls: Sequence[Sequence[Array | None]], begins: Sequence[int], lengths: Sequence[int]
+        self, calls: Sequence[Sequence[Array]], begins: Sequence[int], lengths: Sequence[int]
     ) -> list[np.ndarray] | None:
         """Copies the experts of sequences to the host, from the layers of one call, or of one call per chunk."""
         if self._routes is None:
@@ -217,15 +218,18 @@ class Prefill:
         """Returns the experts to use for the tokens of a call, from pairs of a first token and a record, or None if experts are not recorded."""
         if self._routes is None:
             return None
-        record = np.full((tokens, *self._routes), NO_ROUTE, np.uint8)
+        of_token, dtype = self._routes
+        record = np.full((tokens, *of_token), np.iinfo(dtype).max, dtype)
         for begin, part in known:
             if part is not None:
                 record[begin : begin + len(part)] = part
         return record
 
     def _forced(self, index: int, record: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Returns the argument of a layer's program that forces its experts."""
-        return {} if record is None else {"forced": np.ascontiguousarray(record[:, index])}
+        """Returns the argument of a layer's program that forces its experts, if the layer has experts."""
+        if record is None or index not in self._config.routed:
+            return {}
+        return {"forced": np.ascontiguousarray(record[:, self._config.routed.index(index)])}
 
     def _parts(
         self, params: SamplerWeights, prompt: Int[np.ndarray, " _"], known: np.ndarray | None, score: bool
@@ -250,7 +254,7 @@ class Prefill:
                 program, forced_layer = self._part[self._config.places[index][0]], self._forced(index, forced)
                 result = program(weights, x, buffers[index], rope, *segments, data, *ends, **forced_layer)
                 x, buffers[index], chosen = self._awaited(result)
-                routes[-1].append(chosen)
+                routes[-1] += [] if chosen is None else [chosen]
             if score:
                 scores.append(self._scores(params["ends"], x, following))
             if start + width < len(prompt):
@@ -292,7 +296,7 @@ class Prefill:
         positions: Array, last: Array, forced: Array | None = None,
     ) -> tuple[Array, Any, Array | None]:  # fmt: skip
         """Calls a layer (see `PrefillPart` for the arguments). Returns its output, its new state, and the router's choice if it is recorded."""
-        routes, mixer = None if forced is None else forced.astype(jnp.int32), self._config.stacks[stack].mixer
+        routes, mixer = None if forced is None else choices(forced), self._config.stacks[stack].mixer
 
         def store(keys: Array, values: Array, rows: int) -> Any:
             return self._cache.of_rows(keys, values, rows, self._cache_dtype)
@@ -300,7 +304,7 @@ class Prefill:
         part = PrefillPart(segment_ids, positions, last, before, start, store, self._dtype)
         attend: Any = mixer and mixer.prefill(self._config, part, **data)
         x, kept, own = nnx.merge(self._blocks[stack], weights)(x, rope, attend, routes)
-        return x, kept, None if own is None or self._routes is None else own.astype(jnp.uint8)
+        return x, kept, None if own is None or self._routes is None else own.astype(self._routes[1])
 
     def _kept_program(self, buffers: tuple[Array, Array]) -> Any:
         return self._cache.of_rows(*buffers, 1, self._cache_dtype)

@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
@@ -49,7 +50,17 @@ def make_optimizer(
         rule = _with_experts_first(rule)
     else:
         rule = optax.adamw(1.0, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), rule)
+    return optax.chain(optax.clip_by_global_norm(max_grad_norm), rule, optax.stateless(_only_trained))
+
+
+def _only_trained(updates: Any, params: Any) -> Any:
+    """Sets the updates of parameters that training does not change to 0 (see `models.kinds.Parameter`)."""
+
+    def update(leaf: Any) -> Any:
+        trained = not isinstance(leaf, nnx.Variable) or leaf.get_metadata("trained", True)
+        return leaf if trained else jax.tree.map(jnp.zeros_like, leaf)
+
+    return jax.tree.map(update, updates, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def _matrices(params: Any) -> Any:

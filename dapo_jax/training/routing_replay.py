@@ -1,18 +1,19 @@
 """Rollout routing replay (Ma et al. 2025, https://arxiv.org/abs/2510.11370): the trainer uses the experts that the sampler recorded for each token."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.metrics import Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch
-from dapo_jax.dapo.tokens import NO_ROUTE
+from dapo_jax.dapo.tokens import NO_ROUTE, choices
 from dapo_jax.training.minibatch import Stack
 
 
-def recorded_experts(m: Microbatch) -> UInt8[Array, "rows seq layers chosen"] | None:
+def recorded_experts(m: Microbatch) -> Int[Array, "rows seq layers chosen"] | None:
     """Returns the experts that the trained policy uses for each token instead of its own choice, or None if the sampler recorded no experts. Tokens without a
     record have `NO_ROUTE`, and there the policy chooses."""
-    return m.recorded.get("routes")
+    routes = m.recorded.get("routes")
+    return None if routes is None else choices(routes)
 
 
 def without_recorded_experts(stack: Stack) -> Stack:

@@ -92,8 +92,10 @@ def pack(
     ]
     also = ["noise"] if any(example.noise is not None for example in examples) else []
     records = (tokens for example in examples for tokens in (example.prompt, example.response))
-    shapes = {name: array.shape[1:] for tokens in records for name, array in tokens.arrays.items()}
-    recorded = tuple((name, shape) for name, shape in shapes.items() if not VALUES[name].packed)
+    arrays = {name: array for tokens in records for name, array in tokens.arrays.items()}
+    recorded = tuple(
+        (name, array.shape[1:], array.dtype.name) for name, array in arrays.items() if not VALUES[name].packed
+    )
     lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
     microbatches = []
     for length, rows in distribute_pieces(

@@ -433,7 +433,7 @@ class Updater:
         metrics |= mismatch_metrics(trainers, sampler, compared)
         if counts:
             config = _decoder(models[0]).ends.config
-            sizes = {"layers": config.layers, "experts": config.experts.count}
+            sizes = {"layers": len(config.routed), "experts": config.experts.count}
             flipped, load = counts
             metrics |= routing_metrics(flipped, load, microbatch, **sizes)
         if options.kl_coef:

@@ -9,9 +9,9 @@ from dapo_jax.dapo.tokens import VALUES, Tokens, TokenValue, bytes_per_token, jo
 from dapo_jax.training.row_packing import pack
 
 FURTHER = {
-    "value": TokenValue(dtype=np.float32, blank=1.0),
-    "top": TokenValue(dtype=np.int16, blank=-1),
-    "load": TokenValue(dtype=np.int16, blank=-1, processed=True),
+    "value": TokenValue(dtypes=("float32",), blank=1.0),
+    "top": TokenValue(dtypes=("int16",), blank=-1),
+    "load": TokenValue(dtypes=("int16",), blank=-1, processed=True),
 }
 """A scalar and a row of three that come with sampling, and a row of three that comes with processing a token."""
 
@@ -41,7 +41,7 @@ def assert_same(found, expected):
 def blank(tokens):
     """Whether each optional value of each token is blank, by value."""
     return {
-        name: (array == VALUES[name].blank).reshape(len(array), -1).all(1).tolist()
+        name: (array == VALUES[name].blank_as(array.dtype)).reshape(len(array), -1).all(1).tolist()
         for name, array in tokens.arrays.items()
         if not VALUES[name].packed
     }
@@ -118,7 +118,11 @@ def test_wrong_values_are_refused():
 
 def test_the_bytes_of_a_token_are_its_arrays():
     whole = numbered(0, 1)
-    shapes = tuple((name, array.shape[1:]) for name, array in whole.arrays.items() if not VALUES[name].packed)
+    shapes = tuple(
+        (name, array.shape[1:], array.dtype.name)
+        for name, array in whole.arrays.items()
+        if not VALUES[name].packed
+    )
     assert bytes_per_token(shapes) == sum(array.nbytes for array in whole.arrays.values())
     assert bytes_per_token() == 8
 
@@ -139,7 +143,7 @@ def test_all_values_are_packed_next_to_their_tokens(further):
     assert set(m.recorded) == {"routes", *further}
     for name in VALUES:
         packed = m.arrays[VALUES[name].packed or name][0]
-        assert packed.dtype == VALUES[name].dtype
+        assert packed.dtype in VALUES[name].dtypes
         np.testing.assert_array_equal(packed, join([whole, Tokens([0] * 3)]).arrays[name], name)
 
 

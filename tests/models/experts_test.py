@@ -21,6 +21,10 @@ from tests.plan.arguments import copied_arguments
 EXPERTS, EMBED, HIDDEN = 8, 24, 12
 
 
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
 def dense(x, factors, routes, matrices):
     """Every expert multiplies every token."""
     gate, up, down = matrices
@@ -66,7 +70,7 @@ def assert_close(found, expected, part):
 def test_gradients_equal_a_dense_computation_in_float64(tokens, each):
     with jax.enable_x64(True):
         given = drawn(tokens, each, dtype=np.float64)
-        ours = partial(mixture, activation=jax.nn.silu, dtype="float64")
+        ours = partial(mixture, hidden=swiglu, dtype="float64")
         assert_close(both(ours, each, *given), both(dense, each, *given), 1e-12)
 
 
@@ -83,7 +87,7 @@ def test_gradients_on_eight_devices_equal_a_dense_computation_in_float64(whole):
 
     def part(x, scores, matrices):
         _, used, factors = chosen(layout.inner(scores, "float32"), Experts(EXPERTS, 2, normalize=True), None)
-        ours = partial(mixture, activation=jax.nn.silu, dtype="float64")
+        ours = partial(mixture, hidden=swiglu, dtype="float64")
         made = layout.experts(ours, layout.inner(x, "float64"), factors, used, matrices, "float64")
         return layout.outer(made, "float64")
 
@@ -105,7 +109,7 @@ def test_the_forms_for_other_platforms_compute_the_same(platform, part, monkeypa
     """Megablox runs interpreted. With half of the experts, rows of the others have no expert, and megablox does not write them."""
     x, scores, cotangent, matrices = drawn(50, 2)
     given = x, scores, cotangent, tuple(matrix[part] for matrix in matrices)
-    ours = partial(mixture, activation=jax.nn.silu, dtype="float32", first=part.start or 0)
+    ours = partial(mixture, hidden=swiglu, dtype="float32", first=part.start or 0)
     expected = both(ours, 2, *given)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *operands, **forms: forms[platform](*operands))
     with pltpu.force_tpu_interpret_mode():
@@ -130,7 +134,7 @@ def test_a_block_of_rows_has_one_expert_and_few_rows_are_empty():
 
 def test_no_bit_of_a_tokens_result_depends_on_other_tokens():
     """So `sampling.batch_invariant` holds: the same token with other neighbours, which move it to other rows and other blocks."""
-    ours = jax.jit(partial(mixture, activation=jax.nn.silu, dtype="float32"))
+    ours = jax.jit(partial(mixture, hidden=swiglu, dtype="float32"))
     x, _, _, matrices = drawn(8, 2)
     found = set()
     for seed in range(6):
@@ -147,14 +151,14 @@ def test_matrices_in_eight_bits_have_a_scale_for_each_row_of_each_expert():
     small = tuple(quantized(matrix, (2,)) for matrix in matrices)
     assert small[2].scale.shape == (EXPERTS, EMBED, 1)
     _, routes, factors = chosen(scores, Experts(EXPERTS, 2, normalize=True), None)
-    ours = mixture(x, factors, routes, small, activation=jax.nn.silu, dtype="float32")
+    ours = mixture(x, factors, routes, small, hidden=swiglu, dtype="float32")
     assert_close(ours, dense(x, factors, routes, tuple(each.whole for each in small)), 1e-6)
 
 
 def test_factors_of_forced_choices_are_the_routers_own_scores():
     """Scores by hand: softmax of (ln 1, ln 2, ln 3, ln 4) is (0.1, 0.2, 0.3, 0.4)."""
     logits = jnp.log(jnp.array([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]))
-    forced = jnp.array([[0, 2], [NO_ROUTE, NO_ROUTE]], jnp.uint8)
+    forced = jnp.array([[0, 2], [NO_ROUTE, NO_ROUTE]], jnp.int32)
     own, used, factors = chosen(logits, Experts(4, 2, normalize=False), forced)
     assert own.tolist() == [[3, 2], [3, 2]]
     assert used.tolist() == [[0, 2], [3, 2]]
@@ -186,7 +190,7 @@ def test_no_matrix_is_copied_for_the_kernel_of_a_tpu(chosen_in_a_loop, turned, m
     struct = partial(jax.ShapeDtypeStruct, sharding=sharding)
     wide, narrow = struct((128, 192, 2048), jnp.bfloat16), struct((128, 2048, 192), jnp.bfloat16)
     given = struct((2048, 64), jnp.float32), struct((64, 2), jnp.float32), struct((64, 2), jnp.int32)
-    ours = partial(mixture, activation=jax.nn.silu, dtype="bfloat16")
+    ours = partial(mixture, hidden=swiglu, dtype="bfloat16")
 
     def total(x, factors, routes, layers):
         def layer(x, index):
@@ -209,7 +213,7 @@ def test_products_compile_for_a_tpu_and_do_not_multiply_by_all_experts():
     tokens, each, count, embed, hidden = 1024, 8, 128, 512, 256
     wide, narrow = struct((count, hidden, embed), jnp.float32), struct((count, embed, hidden), jnp.float32)
     routes = struct((tokens, each), jnp.int32)
-    ours = partial(mixture, activation=jax.nn.silu, dtype="bfloat16")
+    ours = partial(mixture, hidden=swiglu, dtype="bfloat16")
 
     def total(x, factors, matrices, routes):
         return ours(x, factors, routes, matrices).sum()

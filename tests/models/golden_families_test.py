@@ -297,8 +297,8 @@ def test_rematerialisation_changes_no_gradient_of_experts(remat):
 
 
 def records(topk):
-    """The choices of all layers as the sampler records them, [batch, seq, layers, chosen]."""
-    return jnp.asarray(topk.transpose(1, 2, 0, 3).astype(np.uint8))
+    """The choices of all layers, [batch, seq, layers, chosen]."""
+    return jnp.asarray(topk.transpose(1, 2, 0, 3).astype(np.int32))
 
 
 @pytest.mark.parametrize("name", [name for name in FOLDERS if (FOLDERS[name] / "config.older.json").exists()])

@@ -103,7 +103,7 @@ def test_matrices_in_eight_bits_have_a_scale_for_each_output(mesh, request):
 
 @pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "int8"])
 def test_experts_are_gathered_and_the_router_stays_in_float32(eight_bit, eight_devices):
-    config = tiny_decoder_config(experts=Experts(8, 2, normalize=True), mlp_dim=16)
+    config = tiny_decoder_config(mlps=(Experts(8, 2, normalize=True),), mlp_dim=16)
     params = jax.device_put(tiny_params(config), shardings(shapes_of(config), eight_devices))
     made = WeightTransfer(shapes_of(config), eight_devices, dtype="bfloat16", eight_bit=eight_bit)
     layer, stacked = made(params)["layers"][1], nnx.to_pure_dict(tiny_params(config))["blocks"]

@@ -126,7 +126,7 @@ def test_a_decoding_step_reads_and_writes_the_recurrent_states():
 
 def test_a_token_uses_the_chosen_experts_and_a_step_reads_those_of_all_tokens():
     """With 1 of 4 experts, a layer has 8 x (6 x 12 + 48 + 4 of the router) = 992 weights for a token. Two tokens use 4 x (1 - (3/4)^2) = 1.75 experts."""
-    decoder = replace(SMALL, experts=Experts(4, 1, normalize=True))
+    decoder = replace(SMALL, mlps=(Experts(4, 1, normalize=True),))
     assert forward_flops(decoder, tokens=1) == pytest.approx(2 * 3 * 992)
     assert decode_weight_parameters(decoder, 2) == pytest.approx(3 * 8 * (72 + 1.75 * 48 + 4) + 256)
     assert decoder.active_parameters == SMALL.parameters + 3 * 4 * 8

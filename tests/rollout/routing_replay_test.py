@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from dapo_jax.config import ConfigError, EnvironmentConfig, LoraConfig
+from dapo_jax.config import EnvironmentConfig, LoraConfig
 from dapo_jax.models.presets import Experts
 from dapo_jax.run import train
 from dapo_jax.run.updater_setup import recorded_values
@@ -90,15 +90,12 @@ def test_episodes_in_flight_have_records_of_all_their_tokens(flying, run_micro):
     assert 0 < lines[0]["routing/no_record_frac"] < 0.3
 
 
-def test_more_experts_than_a_byte_can_number_are_refused(flying):
-    """255 means that nothing is recorded, so the largest number of an expert is 254."""
-    most, more = (
-        tiny_decoder_config(experts=Experts(count, 2, normalize=True), mlp_dim=16) for count in (255, 256)
-    )
-    assert recorded_values(flying(), most) == (("routes", (2, 2)),)
-    with pytest.raises(ConfigError, match=r"at most 255 experts.* has 256: set rollout\.routing_replay=off"):
-        recorded_values(flying(), more)
-    assert recorded_values(flying(rollout__routing_replay="off"), more) == ()
+def test_more_experts_than_a_byte_can_number_are_recorded_in_two(flying):
+    """The largest number means that nothing is recorded, so a byte has the numbers 0 to 254 of 255 experts."""
+    for count, dtype in {255: "uint8", 256: "uint16", 512: "uint16"}.items():
+        decoder = tiny_decoder_config(mlps=(Experts(count, 2, normalize=True),), mlp_dim=16)
+        assert recorded_values(flying(), decoder) == (("routes", (2, 2), dtype),)
+        assert recorded_values(flying(rollout__routing_replay="off"), decoder) == ()
 
 
 # Groups are sent as arrays, which tests/rollout/checkpoint_arrays_test.py checks.

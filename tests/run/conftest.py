@@ -78,7 +78,7 @@ def moe_model(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("moe_model"), CharTokenizer("0123456789+=:,?")
     decoder = tiny_decoder_config(
         vocab_size=tokenizer.vocab_size, embed_dim=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
-        max_positions=128, family="qwen3_moe", qk_norm="head", experts=Experts(8, 2, normalize=True),
+        max_positions=128, family="qwen3_moe", qk_norm="head", mlps=(Experts(8, 2, normalize=True),),
     )  # fmt: skip
     Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
     return str(folder)

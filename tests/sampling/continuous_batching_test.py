@@ -200,7 +200,7 @@ def test_batch_invariant_sampling_changes_no_bit(slots, steps, devices, order, a
 @pytest.mark.slow
 def test_batch_invariant_sampling_with_experts_changes_no_bit():
     """Tokens are sorted by expert, so a token's row depends on other responses, but its result does not."""
-    config = tiny_decoder_config(experts=Experts(8, 2, normalize=True), mlp_dim=16)
+    config = tiny_decoder_config(mlps=(Experts(8, 2, normalize=True),), mlp_dim=16)
     engine, weights = invariant(16, 8, 2, config)
     found = sample(engine, prompts(3, 1, 4, 0, 2), weights=weights, at_once=4)
     assert_same(found, invariant_baseline(config), logprob_tolerance=0)

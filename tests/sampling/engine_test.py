@@ -35,7 +35,7 @@ SWITCHED = tiny_decoder_config(
 )  # fmt: skip
 """With every switch of the decoder."""
 EXPERTS = tiny_decoder_config(
-    layers=3, experts=Experts(8, 2, normalize=True), mlp_dim=16, qk_norm="all", tied_embeddings=False
+    layers=3, mlps=(Experts(8, 2, normalize=True),), mlp_dim=16, qk_norm="all", tied_embeddings=False
 )
 SLOTS, CAPACITY, STEPS, EOS = 4, 24, 8, 1
 GREEDY = decoding(temperature=0.0)

@@ -16,7 +16,7 @@ from flax import nnx
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import Continuation
-from dapo_jax.dapo.tokens import NO_ROUTE, VALUES, Tokens, TokenValue, join
+from dapo_jax.dapo.tokens import VALUES, Tokens, TokenValue, join
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
@@ -53,16 +53,18 @@ from tests.sampling.continuous_batching_test import (
 )
 from tests.sampling.turns_test import Appending, anew, two_more
 
+UNRECORDED = 255
+"""The largest number of a byte, where a record has no experts."""
 LAYERS, CHOSEN = 2, 3
-RECORDED = (("routes", (LAYERS, CHOSEN)), ("doubled", ()), ("total", (LAYERS,)))
+RECORDED = (("routes", (LAYERS, CHOSEN), "uint8"), ("doubled", (), "float32"), ("total", (LAYERS,), "int16"))
 CONFIG = tiny_decoder_config(
-    layers=LAYERS, experts=Experts(count=8, chosen=CHOSEN, normalize=True), mlp_dim=16, qk_norm="head"
+    layers=LAYERS, mlps=(Experts(count=8, chosen=CHOSEN, normalize=True),), mlp_dim=16, qk_norm="head"
 )
 
 
 FURTHER = {
-    "doubled": TokenValue(dtype=np.float32, blank=1.0),
-    "total": TokenValue(dtype=np.int16, blank=-1, processed=True),
+    "doubled": TokenValue(dtypes=("float32",), blank=1.0),
+    "total": TokenValue(dtypes=("int16",), blank=-1, processed=True),
 }
 """Twice the log-probability of a sampled token, and the sum of the numbers of a token's experts in each layer."""
 
@@ -74,7 +76,7 @@ def further_values(monkeypatch):
 
 
 def total_of(routes):
-    return np.where(routes[..., 0] == NO_ROUTE, -1, routes.astype(np.int16).sum(-1))
+    return np.where(routes[..., 0] == UNRECORDED, -1, routes.astype(np.int16).sum(-1))
 
 
 @jax.tree_util.register_dataclass
@@ -185,7 +187,7 @@ def assert_recorded(sampled, *, ends=True):
         routes = response.record.routes
         assert routes.dtype == np.uint8
         assert routes.shape == (len(response.tokens), LAYERS, CHOSEN)
-        assert (routes[-1] == NO_ROUTE).all()
+        assert (routes[-1] == UNRECORDED).all()
         assert_further(response.record, response.sampled)
         known = (
             routes[:-1]
@@ -259,7 +261,7 @@ def altered(row, seed=0):
     """Other experts in the place of the recorded ones, for a quarter of all response tokens and layers."""
     rng, routes = np.random.default_rng(seed), row.response.routes
     others = np.stack([rng.permutation(8)[:CHOSEN] for _ in range(routes[..., 0].size)]).reshape(routes.shape)
-    change = (rng.random(routes.shape[:2]) < 0.25)[..., None] & (routes != NO_ROUTE)
+    change = (rng.random(routes.shape[:2]) < 0.25)[..., None] & (routes != UNRECORDED)
     routes = np.where(change, others, routes)
     values = {**row.response.arrays, "routes": routes, "total": total_of(routes)}
     return replace(row, response=Tokens(**values))
@@ -282,7 +284,7 @@ def test_altered_records_are_used_in_scoring_and_in_the_update(how):
     for one in rows:
         whole = join([one.prompt, one.response])
         tokens, positions = np.zeros((1, 24), np.int32), np.arange(24, dtype=np.int32)[None]
-        routes = np.full((1, 24, LAYERS, CHOSEN), NO_ROUTE, np.uint8)
+        routes = np.full((1, 24, LAYERS, CHOSEN), UNRECORDED, np.uint8)
         tokens[0, : len(whole)], routes[0, : len(whole)] = whole.ids, whole.routes
         segments = (positions < len(whole)).astype(np.int32)
         logprobs = jax.nn.log_softmax(call(tokens, positions, segments, segments, routes))[0]

@@ -12,6 +12,7 @@ from flax import nnx
 from optax.contrib import muon
 
 from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.gated import GATED
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.presets import PRESETS, DecoderConfig, Experts, preset
 from dapo_jax.models.tensors import shapes_of
@@ -147,7 +148,7 @@ def test_muon_on_a_mesh_is_muon_on_one_device(axes):
 
 def test_experts_on_several_devices_are_orthogonalized_where_they_are():
     """The matrices of 8 experts on 4 devices move as on one device, and the program gathers none of them."""
-    config = tiny_decoder_config(layers=3, experts=Experts(8, 2, normalize=True))
+    config = tiny_decoder_config(layers=3, mlps=(Experts(8, 2, normalize=True),))
     params, mesh = tiny_params(config), make_mesh(devices=jax.devices()[:4], fsdp=4)
     optimizer = make_optimizer(name="muon")
     placed = state_shardings(params, optimizer, mesh)
@@ -198,7 +199,7 @@ def shrunk(name):
         sizes |= {"mixers": (GatedDelta(1, 2, 4, 6), ATTENTION)}
     options = ("tied_embeddings", "qkv_bias", "qk_norm", "norm_place", "norm_offset", "attention_gate")
     experts = large.experts and replace(large.experts, count=5, chosen=2)
-    return DecoderConfig(experts=experts, **sizes, **{key: getattr(large, key) for key in options})
+    return DecoderConfig(mlps=(experts or GATED,), **sizes, **{key: getattr(large, key) for key in options})
 
 
 @pytest.mark.parametrize(

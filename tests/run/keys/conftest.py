@@ -82,7 +82,7 @@ def watched():
             vocab_size=32, embed_dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp_dim=16
         )
         patch.setitem(PRESETS, "micro", micro)
-        patch.setitem(PRESETS, "micro_moe", replace(micro, experts=Experts(8, 2, normalize=True)))
+        patch.setitem(PRESETS, "micro_moe", replace(micro, mlps=(Experts(8, 2, normalize=True),)))
         # The slowest functions run once for each set of arguments.
         for place in (policy, updater_setup):
             patch.setattr(place, "graph_of", doubles.once(graph_of))

@@ -158,7 +158,7 @@ WATCHERS = [
         "rollout.routing_replay",
         recorded,
         ("off", ((), False)),
-        ("sampler", ((("routes", (1, 2)),), True)),
+        ("sampler", ((("routes", (1, 2), "uint8"),), True)),
         also={**MICRO, "model.source": "preset:micro_moe"},
     ),
     # With 8: groups 0 and 1 at first, then 2, then 3 and half of 4. With 4: 0, half of 1 after a round, all of it and half of 2 after two, the rest of 2 after three,
