@@ -268,7 +268,9 @@ class Decoder(nnx.Module):
         if not counts:
             return hidden
         order = np.argsort([layer for stack in counts for layer in config.layers_of(stack)])
-        flipped = sum(of_stack["flipped"].sum(0, dtype=jnp.int32) for of_stack in counts.values())
+        flipped = jnp.stack(
+            [of_stack["flipped"].sum(0, dtype=jnp.int32) for of_stack in counts.values()]
+        ).sum(0)
         load = jnp.concatenate([of_stack["load"] for of_stack in counts.values()])
         return hidden, {
             "flipped": flipped.reshape(tokens.shape),

@@ -280,7 +280,8 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
     if "layer_types" in reads:
         windows = config.windows or (0,) * config.layers
         described["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
-    if names := {mixer: name for name, (mixer, _) in _mixers(family).items()}:
+    names: dict[Any, str] = {mixer: name for name, (mixer, _) in _mixers(family).items()}
+    if names:
         described["layer_types"] = [names.get(type(mixer), "full_attention") for mixer in config.mixers]
         for mixer, keys in (
             (mixer, _MIXERS[names[type(mixer)]][1]) for mixer in set(config.mixers) if type(mixer) in names

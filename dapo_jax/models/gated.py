@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Integer
@@ -21,8 +22,14 @@ def gated_parameters(
 ) -> dict[str, Parameter]:
     """Returns the matrices of a gated MLP with `hidden` features. Their names begin with `prefix`, and the names of their tensors with `path`."""
     embed, inputs = config.embed_dim, tuple(prefix + name for name in _INPUTS)
-    rows = {"shape": (hidden, embed), "axes": ("mlp", "embed"), "fan_in": embed, "joins": inputs}
-    columns = {"shape": (embed, hidden), "axes": ("embed", "mlp"), "fan_in": hidden * 2 * config.layers}
+    rows: dict[str, Any] = {
+        "shape": (hidden, embed),
+        "axes": ("mlp", "embed"),
+        "fan_in": embed,
+        "joins": inputs,
+    }
+    deep = hidden * 2 * config.layers
+    columns: dict[str, Any] = {"shape": (embed, hidden), "axes": ("embed", "mlp"), "fan_in": deep}
     matrices = {"gate": rows, "up": rows, "down": columns}
     return {
         prefix + name: Parameter(**matrix, tensor=f"{path}{name}_proj.weight", target=f"{name}_proj")

@@ -54,7 +54,7 @@ def make_optimizer(
 
 
 def _only_trained(updates: Any, params: Any) -> Any:
-    """Sets the updates of parameters that training does not change to 0 (see `models.kinds.Parameter`)."""
+    """Sets the updates of parameters that training does not change to 0 (see `models.parameters.Parameter`)."""
 
     def update(leaf: Any) -> Any:
         trained = not isinstance(leaf, nnx.Variable) or leaf.get_metadata("trained", True)
