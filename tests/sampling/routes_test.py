@@ -16,7 +16,7 @@ from flax import nnx
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import Continuation
-from dapo_jax.dapo.tokens import VALUES, Tokens, TokenValue, join
+from dapo_jax.dapo.tokens import VALUES, Tokens, TokenValue, choices, join
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
@@ -287,7 +287,7 @@ def test_altered_records_are_used_in_scoring_and_in_the_update(how):
         routes = np.full((1, 24, LAYERS, CHOSEN), UNRECORDED, np.uint8)
         tokens[0, : len(whole)], routes[0, : len(whole)] = whole.ids, whole.routes
         segments = (positions < len(whole)).astype(np.int32)
-        logprobs = jax.nn.log_softmax(call(tokens, positions, segments, segments, routes))[0]
+        logprobs = jax.nn.log_softmax(call(tokens, positions, segments, segments, choices(routes)))[0]
         places = np.arange(len(one.prompt), len(whole))
         expected.append(one.response.logprobs - np.asarray(logprobs)[places - 1, whole.ids[places]])
     np.testing.assert_allclose(np.sort(differences), np.sort(np.concatenate(expected)), rtol=0, atol=2e-5)
