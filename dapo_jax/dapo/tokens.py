@@ -63,7 +63,7 @@ def values_of(result: Any, *, processed: bool) -> dict[str, Any]:
     return {name: array for name in names if (array := getattr(result, name, None)) is not None}
 
 
-def choices(record: Array) -> Array:
+def choices(record: Array | np.ndarray) -> Array:
     """Converts a record of experts, as it is stored, to int32 with `NO_ROUTE` where nothing is recorded."""
     return jnp.where(record == jnp.iinfo(record.dtype).max, NO_ROUTE, record.astype(jnp.int32))
 
