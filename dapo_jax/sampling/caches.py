@@ -150,7 +150,7 @@ def cache_for(
     Raises:
         ValueError: the key-value heads cannot be split over the mesh.
     """
-    cap, kv_heads, head_dim = config.score_cap, config.kv_heads, config.head_dim
+    cap, kv_heads = config.score_cap, math.gcd(*(state.kv_heads for state in config.paged))
     if kind == "slots":
         return DENSE if cap is None else replace(DENSE, extend=partial(DENSE.extend, cap=cap))
     heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
@@ -167,7 +167,9 @@ def cache_for(
     if cap is not None:
         extend = partial(extend, cap=cap)
     if kind == "tpu":
-        at_once = tpu_cache.pages_at_once(kv_heads // tensor, sizes.page_tokens, head_dim, cache_dtype)
+        shapes = [(state.kv_heads // tensor, sizes.page_tokens, state.head_dim) for state in config.paged]
+        at_once = min(tpu_cache.pages_at_once(*shape, cache_dtype) for shape in shapes)
+        extend = partial(extend, at_once=at_once)
         reading = partial(reading, at_once=at_once, windows=[state.tokens for state in config.paged])
     if kind != "pages":
         extend = partial(extend, interpret=mesh.devices.flat[0].platform != kind)

@@ -141,9 +141,10 @@ def extend(
     dtype: str,
     window: int = 0,
     cap: float | None = None,
+    at_once: int = 0,
     interpret: bool = False,
 ) -> tuple[Queries, Pairs]:
-    """Implements `paged_cache.extend`. Pages before a window are not read.
+    """Implements `paged_cache.extend`. Pages before a window are not read. `at_once` is the argument of `reading`; 0 means the result of `pages_at_once`.
 
     The running softmax starts from the new token, so it is never empty, and the new token is not read from the cache. Products are computed in `dtype` and
     summed in float32.
@@ -155,7 +156,8 @@ def extend(
     parts = _parts(kv_heads)
     heads, tile = kv_heads // parts, tile_rows(kept)
     group, head_dim = len(query) // kv_heads, query.shape[1]
-    at_once = min(pages_at_once(kv_heads, page_tokens, head_dim, kept), now.tables.shape[1])
+    at_once = at_once or pages_at_once(kv_heads, page_tokens, head_dim, kept)
+    at_once = min(at_once, now.tables.shape[1])
     block = at_once * page_tokens
 
     def at_slot(part: Any, step: Any, slot_of: Any, *_: Any) -> tuple[Any, ...]:
