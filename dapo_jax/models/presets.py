@@ -289,7 +289,7 @@ _QWEN3_5 = DecoderConfig(
 )  # fmt: skip
 
 # The sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
-# Qwen/Qwen2.5-*, Qwen/Qwen3-*, google/gemma-3-1b-it. Tests check the number of parameters of each preset.
+# Qwen/Qwen2.5-*, Qwen/Qwen3-*, Qwen/Qwen3.5-*, google/gemma-3-1b-it. Tests check the number of parameters of each preset.
 PRESETS: dict[str, DecoderConfig] = {
     # About half a million parameters and a character vocabulary. It can be trained to do arithmetic on a laptop CPU.
     "tiny": DecoderConfig(
@@ -327,6 +327,14 @@ PRESETS: dict[str, DecoderConfig] = {
         ropes=(Rope(share=0.25),), mixers=(*[GatedDelta(2, 4, 32, 32)] * 3, ATTENTION),
     ),
     "qwen3.5-0.8b": _QWEN3_5,
+    "tiny-qwen3.5-moe": replace(
+        _QWEN3_5, family="qwen3_5_moe_text", vocab_size=32, embed_dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=64, max_positions=512,
+        ropes=(Rope(share=0.25),), mixers=(*[GatedDelta(2, 4, 32, 32)] * 3, ATTENTION), mlps=(Experts(8, 2, normalize=True, shared_dim=64, shared_gate=True),),
+    ),
+    "qwen3.5-35b-a3b": _sized(
+        _QWEN3_5, 2048, 40, 16, 512, family="qwen3_5_moe_text", tied_embeddings=False, mixers=(*[GatedDelta(16, 32, 128, 128)] * 3, ATTENTION),
+        mlps=(Experts(256, 8, normalize=True, shared_dim=512, shared_gate=True),),
+    ),
     "gemma-3-1b": DecoderConfig(
         family="gemma3_text", vocab_size=262_144, embed_dim=1152, layers=26, heads=4, kv_heads=1, head_dim=256, mlp_dim=6912, max_positions=32_768,
         norm_place="both", norm_offset=1.0, qk_norm="head", activation="gelu_tanh", embed_scale=1152**0.5, query_scale=256**-0.5,

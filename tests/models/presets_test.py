@@ -1,11 +1,14 @@
-"""Presets have the published sizes; impossible sizes are refused."""
+"""Presets have the published sizes; impossible sizes are refused; the order of layers is divided into segments."""
 
 from dataclasses import replace
 
 import pytest
 
+from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.experts import Experts
 from dapo_jax.models.families import understand
-from dapo_jax.models.presets import Experts, preset
+from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.presets import preset
 from dapo_jax.testing import tiny_decoder_config
 
 
@@ -30,6 +33,9 @@ from dapo_jax.testing import tiny_decoder_config
         # By hand: 18 x (1024 x (6144 + 2 x 2048 + 32 + 3 x 3584) + 4 x 6144 + 32 + 128 + 2048) for Gated DeltaNet layers, and
         # 6 x (1024 x (3 x 2048 + 2 x 512 + 3 x 3584) + 2 x 256 + 2048) for layers with attention, and 1024 x 248,320 + 1024.
         ("qwen3.5-0.8b", 752_393_024),
+        # By hand: 30 x (2048 x (8192 + 2 x 4096 + 64) + 4 x 8192 + 64 + 128) for Gated DeltaNet, 10 x (2048 x (8192 + 2 x 512 + 4096) + 512) for attention,
+        # 40 x (2048 x (3 x 257 x 512 + 256 + 1 + 2)) for experts, the shared expert, routers, its gate and two norms, and 2048 x (2 x 248,320 + 1).
+        ("qwen3.5-35b-a3b", 34_660_610_688),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(name, parameters):
@@ -68,7 +74,7 @@ def test_qwen3_5_0_8b_is_what_its_config_json_describes():
     assert understand(described, "config.json") == preset("qwen3.5-0.8b")
     without = {key: value for key, value in text.items() if key != "layer_types"}
     assert understand(described | {"text_config": without}, "config.json") == preset("qwen3.5-0.8b")
-    assert preset("qwen3.5-0.8b").period == ("delta_blocks",) * 3 + ("blocks",)
+    assert preset("qwen3.5-0.8b").periods == ((("delta_blocks",) * 3 + ("blocks",), 6),)
 
 
 def test_a_token_uses_the_chosen_experts_alone():
@@ -91,8 +97,37 @@ def test_key_heads_must_divide_query_heads(kv_heads):
         tiny_decoder_config(heads=4, kv_heads=kv_heads)
 
 
-@pytest.mark.parametrize("change", [{"layers": 8}, {"experts": Experts(4, 1, normalize=True)}], ids=str)
-def test_gated_delta_layers_need_a_kind_for_each_layer_and_no_experts(change):
-    """Otherwise the model would have another number of layers than its counts, or would lose the router's choices."""
-    with pytest.raises(ValueError, match="layers of several kinds must have layer_types"):
-        replace(preset("tiny-qwen3.5"), **change)
+def test_layers_repeat_the_kinds_that_are_given():
+    config = replace(preset("tiny-qwen3.5"), layers=8)
+    assert config.mixers == preset("tiny-qwen3.5").mixers * 2
+    assert config.periods == ((("delta_blocks",) * 3 + ("blocks",), 2),)
+
+
+def test_irregular_orders_are_divided_into_segments_with_few_different_layers():
+    """A mixer and an MLP in turn, with attention after every third pair, then pairs alone: 7 layers of 5 equal periods, and 2 layers of 4. Each segment has stacks of its own."""
+    delta, moe = GatedDelta(2, 4, 8, 8), Experts(8, 2, normalize=True)
+    order = [(delta, None), (None, moe)] * 2 + [(delta, None), (ATTENTION, None), (None, moe)]
+    layers = order * 5 + [(delta, None), (None, moe)] * 4
+    mixers, mlps = zip(*layers, strict=True)
+    config = tiny_decoder_config(layers=len(layers), mixers=mixers, mlps=mlps, mlp_dim=16)
+    d, e = "delta_blocks", "mlp_blocks"
+    assert config.periods == (((d, e, d, e, d, "blocks", e), 5), ((f"{d}_2", f"{e}_2"), 4))
+    assert config.places[35:38] == ((f"{d}_2", 0), (f"{e}_2", 0), (f"{d}_2", 1))
+    assert config.routed == tuple(layer for layer, mlp in enumerate(mlps) if mlp)
+    assert config.routes == ((19, 2), "uint8")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mixers": (None,), "mlps": (None,)}, "layer 0 has neither a mixer nor an MLP"),
+        ({"mixers": (GatedDelta(2, 4, 8, 8),)}, "at least one layer with attention"),
+        (
+            {"mlps": (Experts(8, 2, normalize=True), Experts(4, 2, normalize=True))},
+            "the same number of experts",
+        ),
+    ],
+)
+def test_layers_that_do_not_fit_together_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_decoder_config(layers=2, **change)
