@@ -38,7 +38,7 @@ _SKIPPED = (
 )  # fmt: skip
 """Keys that may have any value here: `read_adapter` handles them, or they affect only training with PEFT or describe the adapter's origin."""
 
-_ADAPTED = re.compile(r"base_model\.model\.model\.layers\.\d+\.\w+\.(\w+)\.lora_[AB]\.weight")
+_ADAPTED = re.compile(r"base_model\.model\.\w+\.layers\.\d+\.(?:\w+\.)+(\w+)\.lora_[AB]\.weight")
 
 
 class Adapter(NamedTuple):

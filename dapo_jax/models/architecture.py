@@ -40,6 +40,8 @@ class Architecture:
     head_dim: int
     mlp_dim: int
     """Number of hidden features of the MLP, or of each expert."""
+    mlp_gate: bool = True
+    """Whether the MLP and each expert have a gate. Otherwise, the activation function applies to the product with the matrix up (Nemotron-H)."""
     attention_gate: bool = False
     """Whether the output of attention is multiplied by the sigmoid of a gate, which is a second half of each query head's projection (Qwen3.5)."""
     ropes: tuple[Rope | None, ...] = (Rope(),)
@@ -79,8 +81,8 @@ class Architecture:
     """If c, logits x become c tanh(x / c) (Gemma 2)."""
     logit_divisor: float = 1.0
     """Divisor of the logits, which is applied before `logit_cap` (Granite)."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Activation function of the MLP's gate. `gelu_tanh` is the approximation of GELU with tanh."""
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    """Activation function of the MLP's gate. `gelu_tanh` is the approximation of GELU with tanh, and `relu2` the square of ReLU."""
     embed_scale: float = 1.0
     """Factor of the embeddings, rounded to the compute dtype."""
     residual_scale: float = 1.0

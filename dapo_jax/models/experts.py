@@ -22,13 +22,11 @@ from jaxtyping import Array, Float, Int, Integer
 from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.device_layout import Matrices
-from dapo_jax.models.gated import ACTIVATIONS, gated_parameters
+from dapo_jax.models.gated import gated_parameters, hidden_of, inputs_of
 from dapo_jax.models.layer_kinds import Mlp
 from dapo_jax.models.parameters import Parameter
 from dapo_jax.numerics.precision import WeightSharding, gathered
 from dapo_jax.numerics.quantization import Quantized
-
-_SHARED = ("shared_gate", "shared_up")
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,8 @@ class Experts(Mlp):
     """Number of groups of consecutive experts. A token chooses experts from some of the groups."""
     chosen_groups: int = 1
     """Number of groups from which a token chooses. The score of a group is the sum of its two largest scores."""
+    latent: int = 0
+    """If above 0, experts work in a space with this number of dimensions, and two further matrices map tokens to it and back."""
 
     group = "mlp"
     targets = ("gate_proj", "up_proj", "down_proj")
@@ -76,9 +76,10 @@ class Experts(Mlp):
 
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
         embed, hidden, count = config.embed_dim, config.mlp_dim, self.count
-        rows = {"shape": (count, hidden, embed), "axes": ("experts", "mlp", "embed"), "fan_in": embed}
+        inner = self.latent or embed
+        rows = {"shape": (count, hidden, inner), "axes": ("experts", "mlp", "embed"), "fan_in": inner}
         columns = {
-            "shape": (count, embed, hidden),
+            "shape": (count, inner, hidden),
             "axes": ("experts", "embed", "mlp"),
             "fan_in": hidden * 2 * config.layers,
         }
@@ -87,13 +88,20 @@ class Experts(Mlp):
             "router": Parameter(shape=(count, embed), fan_in=embed, tensor="mlp.gate.weight", **router),
             **{
                 name: Parameter(**rows, tensor=f"mlp.experts.{{}}.{name}_proj.weight")
-                for name in ("gate", "up")
+                for name in inputs_of(config)
             },
             "down": Parameter(**columns, tensor="mlp.experts.{}.down_proj.weight"),
         }
         if self.choice_bias:
             found["choice_bias"] = Parameter(
                 shape=(count,), axes=("features",), float32=True, is_trained=False, tensor="mlp.gate.e_score_correction_bias"
+            )  # fmt: skip
+        if self.latent:
+            found["latent_in"] = Parameter(
+                shape=(inner, embed), axes=("features", "embed"), fan_in=embed, tensor="mlp.fc1_latent_proj.weight"
+            )  # fmt: skip
+            found["latent_out"] = Parameter(
+                shape=(embed, inner), axes=("embed", "features"), fan_in=inner, tensor="mlp.fc2_latent_proj.weight"
             )  # fmt: skip
         if self.shared_dim:
             found |= gated_parameters(config, self.shared_dim, "shared_", "mlp.shared_expert.")
@@ -117,16 +125,17 @@ class Experts(Mlp):
 
         bias = layer.choice_bias[...] if self.choice_bias else None
         own, used, factors = chosen(scores("router"), self, routes, bias)
-        matrices, activation = (
-            (layer.gate[...], layer.up[...], layer.down[...]),
-            ACTIVATIONS[layer.config.activation],
-        )
-        mix = partial(mixture, hidden=lambda gate, up: activation(gate) * up, dtype=dtype)
+        config, hidden = layer.config, hidden_of(layer.config)
+        matrices = tuple(getattr(layer, name)[...] for name in (*inputs_of(config), "down"))
+        mix = partial(mixture, hidden=hidden, dtype=dtype)
         inputs = layout.inner(x, dtype=dtype)
-        out = layout.experts(mix, inputs, factors, used, matrices, dtype)
+        tokens = layer.project(("latent_in",), inputs)[0] if self.latent else inputs
+        out = layout.experts(mix, tokens, factors, used, matrices, dtype)
+        if self.latent:
+            out = layer.project(("latent_out",), out)[0]
         if self.shared_dim:
-            gate, up = layer.project(_SHARED, inputs)
-            shared = layer.project(("shared_down",), activation(gate) * up)[0]
+            products = layer.project(inputs_of(config, "shared_"), inputs)
+            shared = layer.project(("shared_down",), hidden(*products))[0]
             out = out + (shared * jax.nn.sigmoid(scores("shared_factor")) if self.shared_gate else shared)
         return out, own
 

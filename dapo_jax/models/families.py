@@ -5,6 +5,7 @@ value that the decoder does not support raises an error, as does a key of anothe
 and versions, are ignored. Null means the same as an absent key, except for the keys in `_NULLABLE`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -22,6 +23,7 @@ from dapo_jax.models.config_json import (
 from dapo_jax.models.experts import Experts
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.layer_kinds import Mixer
+from dapo_jax.models.mamba_families import MAMBA_FAMILIES
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
 
@@ -97,12 +99,6 @@ FAMILIES: Mapping[str, Family] = {
         switches={**_GEMMA_SWITCHES, "qk_norm": "head"}, tensors=_GEMMA_NORMS,
     ),
     "granite": Family(architecture="GraniteForCausalLM", defaults=_GRANITE),
-    "granitemoehybrid": Family(
-        architecture="GraniteMoeHybridForCausalLM",
-        written={"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 1, "mamba_d_head": "auto"},
-        defaults={**_GRANITE, "shared_intermediate_size": 1024, "layer_types": None, "position_embedding_type": None},
-        tensors={"gate": "shared_mlp.input_linear.weight", "up": "shared_mlp.input_linear.weight", "down": "shared_mlp.output_linear.weight"},
-    ),
     "seed_oss": Family(
         architecture="SeedOssForCausalLM", ignored=("attention_dropout",), written={"attention_dropout": 0.1},
         defaults={
@@ -171,6 +167,7 @@ FAMILIES: Mapping[str, Family] = {
             "down": "block_sparse_moe.output_linear.weight",
         },
     ),
+    **MAMBA_FAMILIES,
 }  # fmt: skip
 """The supported model families by model_type."""
 
@@ -205,9 +202,16 @@ _NUMBERS = {
     "final_logit_softcapping": "logit_cap",
     "clip_qkv": "clip_qkv",
 }
-_OF_EXPERTS = {"shared_dim": "shared_expert_intermediate_size"}
-"""The key for each field of `Experts` that only some families read."""
-_COUNTS = ("num_experts", "num_local_experts")
+_OF_EXPERTS = {
+    "shared_expert_intermediate_size": "shared_dim",
+    "moe_shared_expert_intermediate_size": "shared_dim",
+    "moe_latent_size": "latent",
+    "routed_scaling_factor": "scale",
+    "n_group": "groups",
+    "topk_group": "chosen_groups",
+}
+"""The fields of `Experts` for keys that only some families read."""
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The keys for the number of experts on the hub, and in files that transformers 5 writes."""
 _FLAGS = {
     "attention_bias": ("qkv_bias",),
@@ -232,7 +236,7 @@ _MIXERS: Mapping[str, tuple[type[Mixer], Mapping[str, str]]] = {
 }
 """The mixers other than attention, by their name in layer_types, and the key for each of their fields. A family has the mixers whose keys it reads."""
 
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 _NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 """Keys for which null means that there is no window or cap, whatever their default."""
 
@@ -250,6 +254,11 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": (),
     "use_bidirectional_attention": (False,),
     "use_qk_norm": (False,),
+    "mamba_proj_bias": (False,),
+    **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), (True,)),
+    "mamba_hidden_act": ("silu",),
+    "time_step_limit": ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
+    "normalization_function": ("rmsnorm",),
     "position_embedding_type": ("rope",),
     "partial_rotary_factor": (1.0,),
     "rope_interleaved": (False,),
@@ -296,7 +305,9 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         described |= {key: config.experts.count for key in _COUNTS if key in reads}
         described["num_experts_per_tok"] = config.experts.chosen
         described |= {"norm_topk_prob": config.experts.normalize} if "norm_topk_prob" in reads else {}
-        described |= {key: getattr(config.experts, ours) for ours, key in _OF_EXPERTS.items() if key in reads}
+        described |= {
+            key: getattr(config.experts, ours) or None for key, ours in _OF_EXPERTS.items() if key in reads
+        }
     activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
     settings = rope_settings(rope or Rope(), reads)
     if config.query_growth is not None:
@@ -314,7 +325,7 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         "model_type": config.family,
         "architectures": [family.architecture],
         "attention_dropout": 0.0,
-        "hidden_activation" if "hidden_activation" in reads else "hidden_act": activation,
+        _activation_key(family): activation,
         "torch_dtype": dtype,
         "dtype": dtype,
         "rope_theta": settings["rope_theta"],
@@ -367,15 +378,18 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
             raise ValueError(f"{where} lacks the key {key!r}")
         kind = bool if ours == "tied_embeddings" else float if ours == "norm_eps" else int
         sizes[ours] = checked(values, key, kind, where)
-    found: dict[str, Any] = {**family.switches, "wrapped": outer is not described}
+    activation = _ACTIVATIONS[values.get(_activation_key(family), "silu")]
+    found: dict[str, Any] = {
+        "activation": activation,
+        **family.switches,
+        "wrapped": outer is not described,
+    }
     for key, ours in _NUMBERS.items():
         if key in family.defaults and values[key] is not None:
             found[ours] = checked(values, key, float, where)
     for key, biases in _FLAGS.items():
         if key in family.defaults:
             found |= dict.fromkeys(biases, checked(values, key, bool, where))
-    key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
-    found["activation"] = _ACTIVATIONS[values.get(key, "silu")]
     if "query_pre_attn_scalar" in family.defaults:
         found["query_scale"] = checked(values, "query_pre_attn_scalar", float, where) ** -0.5
         found["embed_scale"] = sizes["embed_dim"] ** 0.5
@@ -383,8 +397,9 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         if "num_experts_per_tok" in family.defaults:
             found["mlps"] = (_experts(values, described, family, where),)
         found |= _layer_fields(values, described, family, sizes, where)
-        found |= family.read(values, sizes, where) if family.read else {}
-        return DecoderConfig(family=name, **sizes, **found)
+        found = {**sizes, **found}
+        found |= family.read(values, found, where) if family.read else {}
+        return DecoderConfig(family=name, **found)
     except ValueError as error:
         raise error if str(error).startswith(f"{where}") else ValueError(f"{where}: {error}") from error
 
@@ -410,7 +425,14 @@ def _text_part(described: Mapping[str, Any], where: object) -> Mapping[str, Any]
 
 def _fields(family: Family) -> dict[str, str]:
     keys = ("shared_intermediate_size", "moe_intermediate_size", "intermediate_size")
-    return _FIELDS | {"mlp_dim": next(key for key in keys if key in family.defaults or key == keys[-1])}
+    eps = "layer_norm_epsilon" if "layer_norm_epsilon" in family.defaults else _FIELDS["norm_eps"]
+    width = next(key for key in keys if key in family.defaults or key == keys[-1])
+    return _FIELDS | {"mlp_dim": width, "norm_eps": eps}
+
+
+def _activation_key(family: Family) -> str:
+    keys = ("hidden_activation", "mlp_hidden_act", "hidden_act")
+    return next(key for key in keys if key in family.defaults or key == keys[-1])
 
 
 def _experts(
@@ -426,7 +448,11 @@ def _experts(
         )
     # If a family does not read the key, it computes a softmax over the chosen experts alone, which is the same as normalized probabilities.
     normalize = "norm_topk_prob" not in reads or checked(values, "norm_topk_prob", bool, where)
-    others = {ours: checked(values, key, int, where) for ours, key in _OF_EXPERTS.items() if key in reads}
+    others = {
+        ours: checked(values, key, float if ours == "scale" else int, where)
+        for key, ours in _OF_EXPERTS.items()
+        if key in reads and values[key] is not None
+    }
     chosen = checked(values, "num_experts_per_tok", int, where)
     return Experts(counts[0], chosen, normalize, **others, **family.experts)
 
@@ -439,12 +465,12 @@ def _check_supported(described: Mapping[str, Any], family: Family, where: object
         if value is not None and value not in covered:
             known = f" (only {' or '.join(map(repr, covered))})" if covered else "; remove the key"
             raise ValueError(f"{where}: {key}={value!r} is not supported{known}. {WHAT_LOADS}")
-    activation = described.get("hidden_activation", "silu")
-    if "hidden_activation" in family.defaults and activation not in (None, *_ACTIVATIONS):
+    activation = described.get(key := _activation_key(family))
+    if key in family.defaults and activation not in (None, *_ACTIVATIONS):
         raise ValueError(
-            f"{where}: hidden_activation={activation!r} is not supported (only {' or '.join(_ACTIVATIONS)}). {WHAT_LOADS}"
+            f"{where}: {key}={activation!r} is not supported (only {' or '.join(_ACTIVATIONS)}). {WHAT_LOADS}"
         )
-    full = ("full_attention", "attention")
+    full = family.layer_types
     if mixers := _mixers(family):
         full = ("full_attention", *mixers)
     windowed = {"layer_types", "sliding_window"} <= set(family.defaults)
@@ -507,6 +533,8 @@ def _layer_fields(
     if family.two_ropes:
         made["ropes"] = two_ropes(values, described, family, sizes, where)
         made["rope_of_layer"] = tuple(map(int, sliding))
+        return made
+    if "ropes" in family.switches:
         return made
     rope, settings = rope_of(described, family, sizes, where)
     made["ropes"] = (rope,)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from dapo_jax.models.architecture import Architecture
@@ -12,16 +13,29 @@ from dapo_jax.models.layer_kinds import Mlp
 from dapo_jax.models.parameters import Parameter
 from dapo_jax.models.projections import Projections
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": jax.nn.gelu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
 
-_INPUTS = ("gate", "up")
+
+def inputs_of(config: Architecture, prefix: str = "") -> tuple[str, ...]:
+    """Returns the names of the matrices that are applied to the input of an MLP."""
+    return tuple(prefix + name for name in (("gate", "up") if config.mlp_gate else ("up",)))
+
+
+def hidden_of(config: Architecture) -> Callable[..., Array]:
+    """Returns the function of the products with `inputs_of` whose result is the input of the matrix down."""
+    activation = ACTIVATIONS[config.activation]
+    return (lambda gate, up: activation(gate) * up) if config.mlp_gate else activation
 
 
 def gated_parameters(
     config: Architecture, hidden: int, prefix: str = "", path: str = "mlp."
 ) -> dict[str, Parameter]:
     """Returns the matrices of a gated MLP with `hidden` features. Their names begin with `prefix`, and the names of their tensors with `path`."""
-    embed, inputs = config.embed_dim, tuple(prefix + name for name in _INPUTS)
+    embed, inputs = config.embed_dim, inputs_of(config, prefix)
     rows: dict[str, Any] = {
         "shape": (hidden, embed),
         "axes": ("mlp", "embed"),
@@ -30,7 +44,7 @@ def gated_parameters(
     }
     deep = hidden * 2 * config.layers
     columns: dict[str, Any] = {"shape": (embed, hidden), "axes": ("embed", "mlp"), "fan_in": deep}
-    matrices = {"gate": rows, "up": rows, "down": columns}
+    matrices = {**dict.fromkeys(inputs_of(config), rows), "down": columns}
     return {
         prefix + name: Parameter(**matrix, tensor=f"{path}{name}_proj.weight", target=f"{name}_proj")
         for name, matrix in matrices.items()
@@ -39,14 +53,17 @@ def gated_parameters(
 
 @dataclass(frozen=True)
 class Gated(Mlp):
-    """One MLP. Its size and options are fields of `Architecture`."""
+    """One MLP. Its options are fields of `Architecture`."""
+
+    dim: int = 0
+    """Number of hidden features, or 0 for `Architecture.mlp_dim`."""
 
     group = "mlp"
     targets = ("gate_proj", "up_proj", "down_proj")
 
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
-        found = gated_parameters(config, config.mlp_dim)
-        for name in (*_INPUTS, "down") if config.mlp_bias else ():
+        found = gated_parameters(config, self.dim or config.mlp_dim)
+        for name in tuple(found) if config.mlp_bias else ():
             axes = ("features",) if name == "down" else ("mlp",)
             found[f"{name}_bias"] = Parameter(
                 shape=found[name].shape[:1], axes=axes, tensor=f"mlp.{name}_proj.bias"
@@ -59,11 +76,11 @@ class Gated(Mlp):
         x: Float[Array, "embed part"],
         routes: Integer[Array, "tokens chosen"] | None,
     ) -> tuple[Float[Array, "embed tokens"], None]:
-        gate, up = layer.project(_INPUTS, layer.layout.inner(x, dtype=layer.compute_dtype))
+        names = inputs_of(layer.config)
+        products = layer.project(names, layer.layout.inner(x, dtype=layer.compute_dtype))
         if layer.config.mlp_bias:
-            gate, up = gate + layer.bias("gate"), up + layer.bias("up")
-        hidden = ACTIVATIONS[layer.config.activation](gate) * up
-        return layer.project(("down",), hidden)[0], None
+            products = [part + layer.bias(name) for part, name in zip(products, names, strict=True)]
+        return layer.project(("down",), hidden_of(layer.config)(*products))[0], None
 
 
 GATED = Gated()

@@ -78,8 +78,8 @@ def tensor_names(layers: int, family: str) -> list[str]:
     options |= {"norm_place": "both", "qk_norm": "head", "tied_embeddings": False}
     config = replace(preset("tiny"), family=family, layers=layers, **options)
     of_layer = [theirs for tensors in _tensors(config).values() for theirs in tensors.parts if theirs]
-    of_layers = [_in_layer(theirs, layer) for layer in range(layers) for theirs in of_layer]
-    return [*(parameter.tensor for parameter in end_parameters(config).values()), *of_layers]
+    of_layers = [_in_layer(config, theirs, layer) for layer in range(layers) for theirs in of_layer]
+    return [*_ends(config).values(), *of_layers]
 
 
 def _fused(theirs: str) -> str:
@@ -89,8 +89,13 @@ def _fused(theirs: str) -> str:
     return f"{path}.{matrix}" if of_experts else theirs
 
 
-def _in_layer(theirs: str, layer: int) -> str:
-    return f"model.layers.{layer}.{theirs}"
+def _in_layer(config: DecoderConfig, theirs: str, layer: int) -> str:
+    return f"{FAMILIES[config.family].path('model.layers')}.{layer}.{theirs}"
+
+
+def _ends(config: DecoderConfig) -> dict[str, str]:
+    """Returns the names of the tensors before and after the layers."""
+    return {ours: FAMILIES[config.family].path(like.tensor) for ours, like in end_parameters(config).items()}
 
 
 class _Tensors:
@@ -101,7 +106,10 @@ class _Tensors:
         self.parameters = kind.parameters(config)
         self.parts: dict[str, list[str]] = {}
         """The parameters of each tensor, in the order of their rows."""
-        self.name = {ours: family.tensors.get(ours, like.tensor) for ours, like in self.parameters.items()}
+        self.name = {
+            ours: family.tensors.get(ours, family.path(like.tensor)) for ours, like in self.parameters.items()
+        }
+        self.in_layer = functools.partial(_in_layer, config)
         if config.fused_experts:
             self.name = {ours: _fused(theirs) for ours, theirs in self.name.items()}
         for ours, theirs in self.name.items():
@@ -157,7 +165,7 @@ class _Tensors:
     def adapter_name(self, name: str, layer: int) -> str:
         """Returns PEFT's name for an adapter parameter of a layer in a text model, such as `query_lora_a`."""
         theirs = self.name[name.removesuffix("_lora_a").removesuffix("_lora_b")].removesuffix("weight")
-        return f"{PEFT_PREFIX}{_in_layer(theirs, layer)}lora_{name[-1].upper()}.weight"
+        return f"{PEFT_PREFIX}{self.in_layer(theirs, layer)}lora_{name[-1].upper()}.weight"
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
@@ -176,8 +184,8 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
     Raises:
         ValueError: a tensor is missing, is unexpected or has the wrong shape. The message names the tensor.
     """
-    untied = end_parameters(replace(config, tied_embeddings=False))
-    wanted, matrix, again = tensor_shapes(config), untied["embedding"].tensor, untied["lm_head"].tensor
+    untied = _ends(replace(config, tied_embeddings=False))
+    wanted, matrix, again = tensor_shapes(config), untied["embedding"], untied["lm_head"]
     # Some publishers store the matrix of tied embeddings twice.
     twice = config.tied_embeddings and again in file.shapes
     _check_names(file, wanted | ({again: wanted[matrix]} if twice else {}))
@@ -238,12 +246,12 @@ def place(
 
     put, tensors = functools.partial(_put, dtype=dtype, by_rows=by_rows), _tensors(config)
     for name, parameter in end_parameters(config).items():
-        pure["ends"][name] = put(file, parameter.tensor, parameter, where["ends"][name])
+        pure["ends"][name] = put(file, _ends(config)[name], parameter, where["ends"][name])
 
     def put_layer(name: str, layer: int, sharding: Sharding | None) -> Array:
         stack = config.places[layer][0]
         own, parameter = tensors[stack], tensors[stack].parameters[name]
-        theirs, first = _in_layer(own.name[name], layer), own.first(name)
+        theirs, first = own.in_layer(own.name[name], layer), own.first(name)
         if own.of_experts(name):
             return put(_OfExperts(file, theirs, first, parameter.shape), theirs, parameter, sharding)
         if blocks := own.blocks(name):
@@ -284,7 +292,7 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
     for name, value in pure["ends"].items():
         rows = config.vocab_size if "vocab" in ends[name].axes else len(value)
         shape = (rows, *value.shape[1:])
-        yield Tensor(ends[name].tensor, shape, lambda rows=rows, value=value: _gathered(value)[:rows])
+        yield Tensor(_ends(config)[name], shape, lambda rows=rows, value=value: _gathered(value)[:rows])
     apart, tensors = is_apart(params), _tensors(config)
 
     def fetch(name: str, layer: int, *expert: int) -> np.ndarray:
@@ -314,7 +322,7 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
     for layer, (stack, _) in enumerate(config.places):
         own = tensors[stack]
         for theirs, parts in own.parts.items():
-            name, shape = _in_layer(theirs, layer), own.shape(theirs)
+            name, shape = own.in_layer(theirs, layer), own.shape(theirs)
             axis = 1 if own.of_experts(parts[0]) and "{}" not in theirs else 0
             for expert in ((index,) for index in range(own.experts)) if "{}" in theirs else [()]:
                 fetched = functools.partial(joined, parts, axis, layer, *expert)
@@ -324,7 +332,7 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
 def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tensor]:
     """Yields A [rank, inputs] and B [outputs, rank] of each adapted matrix, with PEFT's names for the class of the base model."""
     tensors, stacks = _tensors(config), nnx.to_pure_dict(adapters)
-    prefix = next(iter(TEXT_PREFIXES)) if config.wrapped else "model."
+    text, wrapped = PEFT_PREFIX + "model.", PEFT_PREFIX + next(iter(TEXT_PREFIXES))
 
     def fetch(name: str, layer: int, shape: Shape) -> np.ndarray:
         stack, index = config.places[layer]
@@ -334,8 +342,9 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
     for layer, (stack, _) in enumerate(config.places):
         for name, whole in stacks.get(stack, {}).items():
             shape = _adapter_shape(name, whole.shape[1:])
-            theirs = tensors[stack].adapter_name(name, layer).removeprefix(PEFT_PREFIX).removeprefix("model.")
-            yield Tensor(PEFT_PREFIX + prefix + theirs, shape, functools.partial(fetch, name, layer, shape))
+            theirs = tensors[stack].adapter_name(name, layer)
+            theirs = theirs.replace(text, wrapped, 1) if config.wrapped else theirs
+            yield Tensor(theirs, shape, functools.partial(fetch, name, layer, shape))
 
 
 def check_adapters(config: DecoderConfig) -> None:

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.experts import Experts
 from dapo_jax.models.families import FAMILIES, WRAPPED, describe, understand
+from dapo_jax.models.gated import Gated
+from dapo_jax.models.mamba import Mamba
 from dapo_jax.models.presets import PRESETS, preset
 from dapo_jax.models.rope import Rope, RopeScaling
 from dapo_jax.testing import tiny_decoder_config
@@ -145,6 +149,13 @@ def inside(**changes):
             "windows", (0, 0, 0, 9, 0),
         ),
         ("granite4_dense", {"position_embedding_type": None}, "ropes", (None,)),
+        ("granite_hybrid", {"position_embedding_type": "rope"}, "ropes", (Rope(theta=100.0),)),
+        ("granite_hybrid", {"num_local_experts": ..., "mamba_d_state": ...}, "mixers", (Mamba(8, 8, 1, 256), ATTENTION, *[Mamba(8, 8, 1, 256)] * 2)),
+        ("nemotron_h", {"moe_latent_size": 4, "norm_topk_prob": False}, "mlps", (
+            None, Gated(24), None, None, None, Experts(8, 2, normalize=False, shared_dim=20, sigmoid=True, choice_bias=True, scale=1.5, latent=4),
+        )),
+        ("nemotron_h", {"num_hidden_layers": 3, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 5.0}, "layers", 6),
+        ("nemotron_h", {"layer_norm_epsilon": ..., "norm_eps": 0.5}, "norm_eps", 1e-5),
         ("ministral3", rope("ministral3", max_position_embeddings=99, llama_4_scaling_beta=None), "query_growth", None),
         ("gemma2", {"tie_word_embeddings": ...}, "tied_embeddings", True),
         ("mistral", {"tie_word_embeddings": ...}, "tied_embeddings", False),
@@ -170,7 +181,7 @@ def test_absent_and_null_mean_what_they_mean_in_transformers(name, changes, fiel
         ("gemma2", {"layer_types": ["full_attention"]}, r"layer_types=.* num_hidden_layers=5"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 5}, "layer_types has 'chunked_attention'"),
         ("gemma2", {"sliding_window": None}, "layer_types has 'sliding_attention', .* sliding_window is null"),
-        ("gemma2", {"hidden_activation": "relu2"}, "hidden_activation='relu2'"),
+        ("gemma2", {"hidden_activation": "quick_gelu"}, "hidden_activation='quick_gelu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("gemma3", {"rope_parameters": {"full_attention": {}, "chunked_attention": {}}}, r"rope_parameters .*chunked_attention"),
         ("gemma3", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar is 'x'"),
@@ -182,8 +193,29 @@ def test_absent_and_null_mean_what_they_mean_in_transformers(name, changes, fiel
         ("phi3", rope("phi3", short_factor=[1.0]), "short_factor has 1 .* 6 pairs"),
         ("glm4", rope("glm4", partial_rotary_factor=0.7), "partial_rotary_factor=0.7 = 11 must be even"),
         ("exaone4", {"layer_types": None, "sliding_window_pattern": "LGLG"}, "sliding_window_pattern is 'LGLG'"),
-        ("granite4_dense", {"num_local_experts": 8}, "num_local_experts=8"),
-        ("granite4_dense", {"layer_types": ["mamba"] * 5}, "layer_types has 'mamba'"),
+        ("granite4_dense", {"num_local_experts": -1}, "num_local_experts is -1"),
+        ("granite4_dense", {"layer_types": ["mamba"] * 5, "mamba_n_heads": 8}, "at least one layer with attention"),
+        ("granite_hybrid", {"layer_types": ...}, "at least one layer with attention"),
+        ("granite_hybrid", {"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
+        ("granite_hybrid", {"mamba_proj_bias": True}, "mamba_proj_bias=True"),
+        ("granite_hybrid", {"mamba_conv_bias": False}, "mamba_conv_bias=False"),
+        ("granite_hybrid", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "mamba_n_heads=7 .* mamba_expand x hidden_size = 64"),
+        ("granite_hybrid", {"mamba_d_head": 16}, "mamba_d_head=16 .* = 64"),
+        ("granite_hybrid", {"mamba_n_groups": 3}, "3 groups .* must divide its 8 heads"),
+        ("granite_hybrid", {"time_step_limit": [0.0, 1.0]}, r"time_step_limit=\[0\.0, 1\.0\]"),
+        ("granite_hybrid", {"attention_bias": True}, "attention_bias=True"),
+        ("nemotron_h", {"use_bias": True}, "use_bias=True"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True"),
+        ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias=False"),
+        ("nemotron_h", {"sliding_window": 8}, "sliding_window=8"),
+        ("nemotron_h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act='gelu'"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
+        ("nemotron_h", {"n_groups": 3}, "3 groups .* must divide its 4 heads"),
+        ("nemotron_h", {"n_group": 3}, "n_group=3 must divide the 8 experts"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "rnn"]}, "layers_block_type has 'rnn'"),
+        ("nemotron_h", {"layers_block_type": ..., "hybrid_override_pattern": "M|*"}, r"hybrid_override_pattern has '\|'"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*"}, "hybrid_override_pattern is 'M\\*'; keep one"),
+        ("nemotron_h", {"layers_block_type": ...}, "lacks the key 'layers_block_type' or 'hybrid_override_pattern'"),
         ("hunyuan_dense", rope("hunyuan_dense", alpha=None), "lacks the key 'alpha'"),
         ("mistral", {"attention_multiplier": 0.2}, "attention_multiplier=0.2"),
         ("mistral", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),

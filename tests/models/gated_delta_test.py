@@ -1,14 +1,19 @@
 """The chunked form of Gated DeltaNet against the recurrence, token by token in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.models import gated_delta
-from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, one_token, over_rows, unit_inverse
+from dapo_jax.models import recurrent
+from dapo_jax.models.gated_delta import GatedDelta, unit_inverse
+from dapo_jax.models.recurrent import Mixed, RecurrentState, ancestors
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 8, 6, 4
+KIND = GatedDelta(KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS)
+one_token, over_rows = partial(recurrent.one_token, KIND), partial(recurrent.over_rows, KIND)
 
 
 def inputs(tokens, seed=0, dtype=np.float64, strong=False):
@@ -56,7 +61,7 @@ def recurrence(mixed, columns):
 
 
 def blank(sequences, dtype=jnp.float32):
-    return gated_delta.empty(sequences, (KEY_HEADS, KEY_DIM), (VALUE_HEADS, VALUE_DIM), TAPS, dtype)
+    return recurrent.empty(sequences, (KEY_HEADS, KEY_DIM), (VALUE_HEADS, VALUE_DIM), TAPS, dtype)
 
 
 def narrow(mixed):
@@ -167,7 +172,7 @@ def test_a_row_in_parts_and_the_states_at_the_ends_of_packed_prompts_are_those_o
             Mixed(*part, mixed.filters), real.astype(jnp.int32), start=state, ends=jnp.array([size - 1])
         )
         np.testing.assert_allclose(some[..., :size], out[..., begin : begin + size], rtol=0, atol=1e-5)
-    assert isinstance(state, DeltaState)
+    assert isinstance(state, RecurrentState)
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_allclose(ours[0], theirs[0], rtol=0, atol=1e-5), state, ends
     )

@@ -17,8 +17,8 @@ from dapo_jax.models.projections import rope_tables
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from tests.prose import ROOT
 
-NAMES = re.compile(r"gated.?delta|deltanet|delta_(?:blocks|layers)|linear_attention|\bwindow(?:s|ed)?\b|\bsliding", re.IGNORECASE)  # fmt: skip
-TABLES = {"models/families.py", "models/presets.py"}
+NAMES = re.compile(r"gated.?delta|deltanet|mamba|delta_(?:blocks|layers)|linear_attention|\bwindow(?:s|ed)?\b|\bsliding", re.IGNORECASE)  # fmt: skip
+TABLES = {"models/families.py", "models/mamba_families.py", "models/presets.py"}
 OTHERS = {
     "models/architecture.py": "the options of attention",
     "models/attention.py": "attention over rows",
@@ -28,6 +28,8 @@ OTHERS = {
     "models/gated_delta.py": "the mixer",
     "models/gguf.py": "keys of GGUF files",
     "models/kernels.py": "attention over rows",
+    "models/mamba.py": "the mixer",
+    "models/recurrent.py": "what several mixers have in common",
     "models/layer_kinds.py": "the example of a cache's argument",
     "models/device_layout.py": "attention over rows",
     "parallel/training_layout.py": "attention over rows on a mesh",
@@ -45,7 +47,7 @@ OTHERS = {
     "text/stop_strings.py": "a window of characters",
 }
 """Other files that may have such a word, and its meaning there."""
-CLASSES = re.compile(r"\b(?:Attention|ATTENTION|GatedDelta|Gated|GATED|Experts)\b")
+CLASSES = re.compile(r"\b(?:Attention|ATTENTION|GatedDelta|Gated|GATED|Mamba|Recurrent|Experts)\b")
 
 
 def sources():

@@ -14,10 +14,10 @@ from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.config_json import Family
 from dapo_jax.models.families import describe, understand
 from dapo_jax.models.folder import read_config
-from dapo_jax.models.gated_delta import ancestors
 from dapo_jax.models.layer_kinds import Fixed, Mixer
 from dapo_jax.models.parameters import Parameter
 from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.recurrent import ancestors
 from dapo_jax.plan.plan import plan
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_params
