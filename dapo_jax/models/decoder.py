@@ -65,11 +65,11 @@ class Block(Projections):
                     setattr(self, part, variable)
 
     def __call__(
-        self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend, routes: Integer[Array, "tokens chosen"] | None = None
+        self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend | None, routes: Integer[Array, "tokens chosen"] | None = None
     ) -> tuple[Float[Array, "embed part"], Any, Int[Array, "tokens chosen"] | None]:  # fmt: skip
         """Returns the layer's output, the second result of `attend`, and the MLP's own choice of experts (None if there are no experts).
 
-        `rope` contains the RoPE tables for the tokens' positions. `routes` contains the experts to use, or `NO_ROUTE` for the router's own choice.
+        `rope` contains the RoPE tables for the tokens' positions. A layer without a mixer has no `attend`. `routes` contains the experts to use, or `NO_ROUTE` for the router's own choice.
         """
         (mixer, mlp), kept, own = (self.kind.mixer, self.kind.mlp), None, None
         before, after = self.config.norm_place != "outputs", self.config.norm_place != "inputs"
@@ -83,7 +83,7 @@ class Block(Projections):
                 change = self.normed(norm, change)
             return x + (change if self.config.residual_scale == 1.0 else change * self.config.residual_scale)
 
-        if mixer is not None:
+        if mixer is not None and attend is not None:
             normed = self.normed("attention_norm", x) if before else x
             mixed, kept = mixer.mix(self, self.layout.inner(normed, dtype=self.compute_dtype), rope, attend)
             x = added(x, "output", "attention_out_norm", *self.project(("output",), mixed))

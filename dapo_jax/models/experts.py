@@ -159,7 +159,7 @@ def chosen(
         The router's own choice in the order of decreasing scores, the choice that is used, and the factors of the used experts' outputs.
     """
     scores = jax.nn.sigmoid(logits.T) if experts.sigmoid else jax.nn.softmax(logits.T)
-    ranks = scores if bias is None else scores + bias.astype(scores.dtype)
+    ranks = scores if bias is None else scores + bias[None].astype(scores.dtype)
     if experts.groups > 1:
         grouped = ranks.reshape(len(ranks), experts.groups, -1)
         strength = lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(2)

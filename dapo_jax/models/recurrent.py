@@ -10,7 +10,7 @@ convolution over the last tokens and silu are applied to q, k and v. A kind dete
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ class Mixed(NamedTuple):
     filters: tuple[Array, Array, Array]
     """The filters of the convolution for query, key and value, each [heads, dim, 1, taps]. The last tap belongs to the token itself."""
     biases: tuple[Array, ...] = ()
-    """The biases of the convolution for query, key and value, each [heads, dim], or () if there are none."""
+    """The biases of the convolution for query, key and value, each [heads, dim], or () without biases."""
     skip: Float[Array, " value_heads"] | None = None
     """The factor of a token's own value in its output, or None if the output has no such term."""
 
@@ -149,11 +149,12 @@ def one_token(
     columns = [jnp.moveaxis(part, -1, 0)[..., None] for part in mixed[:3]]
     tails = (tail.reshape(*part.shape[:3], -1) for tail, part in zip(state.tails, columns, strict=True))
     wide = [jnp.concatenate(pair, axis=-1) for pair in zip(tails, columns, strict=True)]
-    sums = (
-        (part * filters[None, :, :, 0].astype(part.dtype)).sum(-1)
-        for part, filters in zip(wide, mixed.filters, strict=True)
-    )
-    query, key, value = map(jax.nn.silu, _biased(sums, mixed.biases, (0,)))
+
+    def convolved(part: Array, filters: Array, bias: Array | None = None) -> Array:
+        total = (part * filters[None, :, :, 0].astype(part.dtype)).sum(-1)
+        return jax.nn.silu(total if bias is None else total + bias[None].astype(part.dtype))
+
+    query, key, value = map(convolved, wide, mixed.filters, *[mixed.biases] * bool(mixed.biases))
     query, key = rule.prepared(query, key, axis=-1)
     slots, heads, _ = key.shape
     grouped = (slots, heads, value.shape[1] // heads)
@@ -248,10 +249,11 @@ def over_rows(
         same = extended[:, begin : begin + seq] == segment_ids
         return jnp.where(same[None, None], part[..., begin : begin + seq], 0.0)
 
-    def convolved(part: Array, filters: Array) -> Array:
-        return sum(shifted(part, back) * filters[:, :, :, taps - 1 - back, None] for back in range(taps))
+    def convolved(part: Array, filters: Array, bias: Array | None = None) -> Array:
+        total = sum(shifted(part, back) * filters[:, :, :, taps - 1 - back, None] for back in range(taps))
+        return jax.nn.silu(total if bias is None else total + bias[:, :, None, None])
 
-    query, key, plain = map(jax.nn.silu, _biased(map(convolved, wide, mixed.filters), mixed.biases, (2, 3)))
+    query, key, plain = map(convolved, wide, mixed.filters, *[mixed.biases] * bool(mixed.biases))
     query, key = rule.prepared(query, key, axis=1)
     heads = len(key)
 
@@ -377,11 +379,3 @@ def _scanned(
     last = paths.within[..., -1, :]
     _, (out, befores, changes) = lax.scan(one, carry, (key, both, value, solved, mixing, last, paths[1:]))
     return out, befores, changes
-
-
-def _biased(sums: Iterable[Array], biases: Sequence[Array], axes: tuple[int, ...]) -> Iterable[Array]:
-    """Adds the biases of the convolution, if there are any. `axes` are the axes that `sums` have and the biases have not."""
-    if not biases:
-        return sums
-    pairs = zip(sums, biases, strict=True)
-    return (part + jnp.expand_dims(bias, axes).astype(part.dtype) for part, bias in pairs)

@@ -194,7 +194,6 @@ def test_absent_and_null_mean_what_they_mean_in_transformers(name, changes, fiel
         ("glm4", rope("glm4", partial_rotary_factor=0.7), "partial_rotary_factor=0.7 = 11 must be even"),
         ("exaone4", {"layer_types": None, "sliding_window_pattern": "LGLG"}, "sliding_window_pattern is 'LGLG'"),
         ("granite4_dense", {"num_local_experts": -1}, "num_local_experts is -1"),
-        ("granite4_dense", {"layer_types": ["mamba"] * 5, "mamba_n_heads": 8}, "at least one layer with attention"),
         ("granite_hybrid", {"layer_types": ...}, "at least one layer with attention"),
         ("granite_hybrid", {"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
         ("granite_hybrid", {"mamba_proj_bias": True}, "mamba_proj_bias=True"),

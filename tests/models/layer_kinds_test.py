@@ -47,7 +47,7 @@ OTHERS = {
     "text/stop_strings.py": "a window of characters",
 }
 """Other files that may have such a word, and its meaning there."""
-CLASSES = re.compile(r"\b(?:Attention|ATTENTION|GatedDelta|Gated|GATED|Mamba|Recurrent|Experts)\b")
+CLASSES = re.compile(r"\b(?:Attention|ATTENTION|GatedDelta|Gated|GATED|Mamba|Experts)\b")
 
 
 def sources():
