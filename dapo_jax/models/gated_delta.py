@@ -43,8 +43,6 @@ class GatedDelta(Recurrent):
     """Number of value heads. Each key head is shared by `value_heads / key_heads` of them."""
     key_dim: int
     value_dim: int
-    taps: int = 4
-    """Number of tokens in the convolution."""
     by_key_head: bool = False
     """Whether two tensors of a file contain the rows of all input matrices, sorted by key head (Qwen3-Next)."""
 

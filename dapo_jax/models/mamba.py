@@ -38,8 +38,6 @@ class Mamba(Recurrent):
     """Number of groups of heads. The heads of a group have the same B and C."""
     state_dim: int
     """Number of dimensions of B and C."""
-    taps: int = 4
-    """Number of tokens in the convolution."""
 
     stack = "mamba_blocks"
 

@@ -11,7 +11,7 @@ convolution over the last tokens and silu are applied to q, k and v. A kind dete
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,10 +78,12 @@ def first_steps(key: Array, shape: tuple[int, ...]) -> Float[Array, " heads"]:
     return jnp.log(jnp.expm1(jnp.exp(jax.random.uniform(key, shape, jnp.float32, *ends))))
 
 
+@dataclass(frozen=True)
 class Recurrent(Mixer):
-    """A recurrent mixer. Subclasses have the field `taps`, the number of tokens in the convolution, and define the inputs (`mix`) and the rule of the recurrence."""
+    """A recurrent mixer. Subclasses define the inputs (`mix`) and the rule of the recurrence."""
 
-    taps: int
+    taps: int = field(default=4, kw_only=True)
+    """Number of tokens in the convolution."""
 
     @property
     @abstractmethod

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -276,6 +277,51 @@ def test_every_family_can_be_written_and_read(path):
     short = config.for_length(8)
     assert (short == config) == (path.parent.name != "phi3")
     assert understand(describe(short), "config.json") == config
+
+
+def sized(**values):
+    return understand({"max_position_embeddings": 4096, "num_attention_heads": 32, **values}, "config.json")
+
+
+def test_hybrids_of_released_sizes_have_the_published_numbers_of_parameters_and_compile_few_layers():
+    """Nemotron 3 Nano 30B-A3B and Granite 4 H Small. An odd order of 52 layers compiles 14 of them."""
+    nano = sized(
+        model_type="nemotron_h",
+        vocab_size=131_072,
+        hidden_size=2688,
+        num_key_value_heads=2,
+        hybrid_override_pattern="MEMEM*E" * 5 + "MEMEMEM*EMEMEMEME",
+        mamba_num_heads=64,
+        intermediate_size=1856,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+    )
+    small = sized(
+        model_type="granitemoehybrid",
+        vocab_size=100_352,
+        hidden_size=4096,
+        num_hidden_layers=40,
+        num_key_value_heads=8,
+        num_local_experts=72,
+        num_experts_per_tok=10,
+        intermediate_size=768,
+        shared_intermediate_size=1536,
+        mamba_d_state=128,
+        tie_word_embeddings=True,
+        layer_types=(["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+    )
+    for decoder, total, active, state, layers, bodies in (
+        (nano, 31.6, 3.6, 49.9, 6, 14),
+        (small, 32.2, 8.8, 154.6, 4, 3),
+    ):
+        assert (round(decoder.parameters / 1e9, 1), round(decoder.active_parameters / 1e9, 1)) == (
+            total,
+            active,
+        )
+        assert (round(decoder.state_bytes / 1e6, 1), len(decoder.paged)) == (state, layers)
+        assert sum(len(list(groupby(period))) for period, _ in decoder.periods) == bodies
 
 
 def test_the_table_of_models_lists_every_family():

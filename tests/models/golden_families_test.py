@@ -29,12 +29,13 @@ from safetensors.numpy import load_file, save_file
 from dapo_jax.commands.convert import convert
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
 from dapo_jax.models.decoder import graph_of
-from dapo_jax.models.experts import NO_ROUTE
+from dapo_jax.models.experts import NO_ROUTE, Experts
 from dapo_jax.models.families import understand
 from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.layer_kinds import Fixed, Paged
 from dapo_jax.models.lora import lora_shape, parted
 from dapo_jax.models.mamba import Mamba
+from dapo_jax.models.rope import Rope
 from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.models.tensors import (
     check_adapters,
@@ -509,7 +510,9 @@ def plain(config, **changes):
 
 def of_experts(**changes):
     """The configuration with other experts."""
-    return lambda config: {"mlps": (replace(config.experts, **changes),)}
+    return lambda config: {
+        "mlps": tuple(replace(mlp, **changes) if isinstance(mlp, Experts) else mlp for mlp in config.mlps)
+    }
 
 
 LEFT_OUT = {
@@ -538,6 +541,13 @@ LEFT_OUT = {
     "granitemoe": [
         of_experts(normalize=False), {"embed_scale": 1.0}, {"query_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0},
     ],
+    "nemotron_h": [
+        of_experts(scale=1.0), of_experts(normalize=False), of_experts(choice_bias=False), of_experts(shared_dim=0), {"activation": "silu"}, {"ropes": (Rope(),)},
+        {"norm_eps": 1e-6},
+    ],
+    "granite_hybrid": [
+        of_experts(normalize=False), of_experts(shared_dim=0), {"embed_scale": 1.0}, {"query_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0},
+    ],
 }  # fmt: skip
 
 
@@ -564,6 +574,45 @@ def test_no_switch_can_be_left_out(name, number):
     found = logits_of(other, state, rows_of(name)[1])
     ids = np.asarray(arrays(rows_of(name)[1])[2]) == 1
     assert np.abs(found - logits)[ids].max() > 0.2
+
+
+def swapped(one, other):
+    return lambda leaves: {one: leaves[other], other: leaves[one]}
+
+
+def without(name):
+    return lambda leaves: {name: 0 * leaves[name]}
+
+
+# Slow: compiles a model. The test of logits has all parameters.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nemotron_h_latent", "granite_hybrid"])
+def test_no_parameter_of_a_mamba_layer_can_be_left_out_or_exchanged(name):
+    config, params, logits, _ = passed(name)
+    run, row = jax.jit(partial(scores, graph_of(config))), arrays(rows_of(name)[1])
+    ids = np.asarray(row[2]) == 1
+    changes = *map(without, ("skip", "step_bias", "value_conv_bias", "key_conv_bias", "decay")), swapped("key", "query"), swapped("value_gate", "value")  # fmt: skip
+    for change in changes:
+        whole, other = nnx.to_pure_dict(params), shapes_of(config)
+        leaves = whole["mamba_blocks"]
+        nnx.replace_by_pure_dict(other, whole | {"mamba_blocks": leaves | change(leaves)})
+        found = np.asarray(run(other, *row)[0])
+        assert np.abs(found - logits)[ids].max() > 2.0
+
+
+def test_adapters_of_hybrids_have_the_names_of_peft(tmp_path):
+    """Files of Nemotron-H have the prefix `backbone`, and one adapter for each part of a layer."""
+    shape = lora_shape(rank=2, alpha=4.0, targets=["q_proj", "out_proj", "up_proj"])
+    config = replace(read_config(FOLDERS["nemotron_h"]), lora=shape)
+    adapters, _ = parted(tiny_params(config))
+    save_adapter(tmp_path, config, adapters, base="nemotron_h")
+    found, file = read_adapter(tmp_path)
+    assert found.shape == shape
+    jax.tree.map(np.testing.assert_array_equal, place_adapters(config, file), adapters)
+    inside = {0: ("out_proj",), 1: ("up_proj",), 2: ("out_proj",), 3: ("q_proj",), 4: ("out_proj",), 5: ("shared_experts.up_proj",)}  # fmt: skip
+    names = {f"base_model.model.backbone.layers.{layer}.mixer.{name}" for layer, parts in inside.items() for name in parts}  # fmt: skip
+    assert {name.rpartition(".lora_")[0] for name in file.shapes} == names
+    check_adapters(config)
 
 
 def test_a_window_counts_positions_where_responses_share_a_prompt():

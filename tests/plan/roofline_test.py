@@ -27,6 +27,7 @@ from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.lora import lora_shape
+from dapo_jax.models.mamba import Mamba
 from dapo_jax.models.presets import DecoderConfig, Experts, preset
 from dapo_jax.plan.collectives import Traffic
 from dapo_jax.plan.compiled import Program
@@ -96,11 +97,10 @@ def test_operations_equal_those_of_the_decoders_own_products():
     assert counted == forward_flops(SMALL, tokens=20, pairs=400, logits=20)
 
 
-def test_operations_of_gated_delta_layers_equal_those_of_the_decoders_own_products():
+@pytest.mark.parametrize("mixer", [GatedDelta(2, 4, 8, 6), Mamba(4, 6, 2, 8)])
+def test_operations_of_recurrent_layers_equal_those_of_the_decoders_own_products(mixer):
     """128 tokens are two chunks, and two blocks of attention with 64 x 64 and 64 x 128 pairs."""
-    decoder = replace(
-        SMALL, attention_gate=True, mixers=(GatedDelta(2, 4, 8, 6), GatedDelta(2, 4, 8, 6), ATTENTION)
-    )
+    decoder = replace(SMALL, attention_gate=True, mixers=(mixer, mixer, ATTENTION))
     tokens = jnp.zeros((1, 128), jnp.int32)
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(decoder, rngs=nnx.Rngs(0))))
 

@@ -206,7 +206,7 @@ def test_batch_invariant_sampling_with_experts_changes_no_bit():
     assert_same(found, invariant_baseline(config), logprob_tolerance=0)
 
 
-# Slow: compiles two samplers. tests/models/gated_delta_test.py shows that no bit of a segment depends on other segments.
+# Slow: compiles two samplers. tests/models/recurrent_test.py shows that no bit of a segment depends on other segments.
 @pytest.mark.slow
 def test_batch_invariant_sampling_with_recurrent_states_changes_no_bit():
     """States of slots are cut into blocks like all arrays over slots."""
