@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -115,7 +115,17 @@ class Rendering:
         ]
         if any(message["role"] == "tool" for message in whole):
             template = template.with_tools
-        if _ANSWER not in template.render(whole, self.template_kwargs, today=self.today):
+        render, closing = partial(template.render, variables=self.template_kwargs, today=self.today), ""
+        try:
+            rendered = render(whole)
+        except ValueError:
+            if whole[2]["role"] != "tool":
+                raise
+            # gpt-oss's template needs the call before a result, because it writes the tool's name.
+            call = {"name": whole[2].get("name", "tool"), "arguments": {"said": _ANSWER}}
+            whole[1] = {**whole[1], "content": "", "tool_calls": [{"type": "function", "function": call}]}
+            rendered, closing = render(whole), '"}'
+        if _ANSWER not in rendered:
             reason = "leaves out the assistant's answer, so nothing can be appended to it"
             raise LostError(f"chat template {template.name} {reason}")
         if after is None:
@@ -124,10 +134,11 @@ class Rendering:
                 "messages cannot follow a prompt, because it ends with the beginning of an answer: return a Context, append a text or token ids, or "
                 "add the messages to the row's prompt"
             )
-        new = template.whole(whole, self.template_kwargs, today=self.today, given=2).rpartition(_ANSWER)[2]
+        new = template.whole(whole, self.template_kwargs, today=self.today, given=2)
+        new = new.rpartition(_ANSWER)[2].removeprefix(closing)
         # The template ends any answer with this text. The turn may end with a part of it already, for example with a stop string.
-        other = template.render([*before, {"role": "user", "content": FIRST_GUARD}], self.template_kwargs, today=self.today)  # fmt: skip
-        ending = other.rpartition(_ANSWER)[2].partition(FIRST_GUARD)[0]
+        other = render([*whole[:2], {"role": "user", "content": FIRST_GUARD}]).rpartition(_ANSWER)[2]
+        ending = other.removeprefix(closing).partition(FIRST_GUARD)[0]
         marks = StopStrings(self.tokenizer, [f"{ending}\n"])
         marked, done = marks.marked(ending), 0
         turn = marks.text(after) if marks.text(after[-1:]) else ""  # another end token has no text

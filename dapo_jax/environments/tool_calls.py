@@ -25,9 +25,14 @@ _ENDS = {
 }  # fmt: skip
 """The marks before and after calls. Without a mark after them, calls end with the text."""
 _MARKED = rf"(?!<tool_call>\s*<function=|<tool_calls>\s*<tool_call>)(?:{'|'.join(map(re.escape, _ENDS))})"
-_UNMARKED = r'\Afunctools(?=\[)|(?s:\A(?=\{.*"name")(?=.*"parameters"))'
+_HEADER = r"(?:<\|channel\|>\w++)?\s*+(?:<\|constrain\|>)?\w*+<\|message\|>"
+"""Matches the text between a name and its arguments in gpt-oss."""
+_UNMARKED = (
+    rf'\Afunctools(?=\[)|(?s:\A(?=\{{.*"name")(?=.*"parameters"))|\bto=functions\.(?=[\w.-]++{_HEADER})'
+)
 _NAME = re.compile(
-    r"[\s;,`]*+(?:\[TOOL_CALLS\])?(?:(?:call:)?([\w.-]++)(?:\[CALL_ID\]\w++)?(?:\[ARGS\])?\s*+(?:```json)?\s*+(?=\{))?\s*+"
+    r"[\s;,`]*+(?:\[TOOL_CALLS\])?(?:(?:call:)?([\w.-]++)(?:\[CALL_ID\]\w++)?(?:\[ARGS\])?"
+    rf"(?:{_HEADER})?\s*+(?:```json)?\s*+(?=\{{))?\s*+"
 )
 """Matches the name before an object with arguments, if there is one, and the characters around the name."""
 _ERRORS = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)

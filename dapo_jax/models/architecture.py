@@ -75,6 +75,8 @@ class Architecture:
     """Factor of the attention scores. None: head_dim^-0.5."""
     query_growth: tuple[float, int] | None = None
     """If (beta, original), a query at position p is multiplied by 1 + beta ln(1 + floor(p / original)) (Ministral 3)."""
+    sinks: bool = False
+    """Whether each head has a trained number that takes part in the softmax like the score of a further key, whose value is 0 (gpt-oss)."""
     score_cap: float | None = None
     """If c, attention scores s become c tanh(s / c) before the softmax (Gemma 2)."""
     logit_cap: float | None = None
@@ -83,6 +85,9 @@ class Architecture:
     """Divisor of the logits, which is applied before `logit_cap` (Granite)."""
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     """Activation function of the MLP's gate. `gelu_tanh` is the approximation of GELU with tanh, and `relu2` the square of ReLU."""
+    gate_limit: float | None = None
+    """If set, the MLP's gate is at most `gate_limit`, up is between its negative and itself, and the hidden features are (up + 1) gate sigmoid(gate_alpha gate) (gpt-oss)."""
+    gate_alpha: float = 1.0
     embed_scale: float = 1.0
     """Factor of the embeddings, rounded to the compute dtype."""
     residual_scale: float = 1.0

@@ -24,6 +24,9 @@ Columns of a row cannot replace positions, because several responses may share a
 
 Blocks = Float[Array, "_ batch kv_heads ... size head_dim"]
 
+Sinks = Float[Array, " heads"] | None
+"""A number for each query head, which takes part in the softmax like the score of a further key, whose value is 0 (gpt-oss). None: there are no such numbers."""
+
 QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64
 """Number of blocks into which the queries of a row are split, and the minimum size of a block."""
 
@@ -51,6 +54,14 @@ def causal_attention(
     q, k, v = (part.reshape(*part.shape[:2], *segment_ids.shape) for part in (query, key, value))
     prefix_ids = segment_ids if prefix_ids is None else prefix_ids
     return row_attention(q, k, v, segment_ids, prefix_ids, segment_ids, **how).reshape(query.shape)
+
+
+def before_keys(
+    shape: tuple[int, ...], sinks: Array | None, *, least: float = MASKED, dtype: Any = jnp.float32
+) -> tuple[Array, Array]:
+    """Returns the largest score and the sum of weights of a running softmax before its first key. `sinks` can be broadcast to `shape`."""
+    top = jnp.full(shape, least, dtype) if sinks is None else jnp.broadcast_to(sinks, shape)
+    return top, jnp.full(shape, 0.0 if sinks is None else 1.0, dtype)
 
 
 class _Rows(NamedTuple):
@@ -89,6 +100,7 @@ def row_attention(
     cap: float | None = None,
     dtype: str = "float32",
     by_blocks: bool = False,
+    sinks: Sinks = None,
 ) -> Float[Array, "heads head_dim batch part"]:
     """Computes `causal_attention` for consecutive queries of each row, from column `first` on. Without `first`, these are all queries of the row.
 
@@ -99,6 +111,8 @@ def row_attention(
     """
     (kv_heads, head_dim, _, seq), part = key.shape, query.shape[-1]
     grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, *query.shape[1:])
+    if sinks is not None:
+        sinks = sinks.reshape(kv_heads, -1, 1).astype(np.promote_types(dtype, np.float32))
     rows = _Rows(own_ids, prefix_ids, segment_ids, first, near)
     if by_blocks and seq > SMALLEST_BLOCK:
         size = max(SMALLEST_BLOCK, -(-seq // MOST_BLOCKS))
@@ -113,7 +127,7 @@ def row_attention(
         # The last queries may be padding that begins after the last key.
         near = None if near is None else (near[0], padded(near[1], size))
         rows = _Rows(padded(own_ids), padded(prefix_ids), padded(segment_ids), first, near)
-        out = _by_blocks(cap, dtype, *map(cut, (grouped, key, value)), rows)
+        out = _by_blocks(cap, dtype, *map(cut, (grouped, key, value)), rows, sinks)
         return jnp.moveaxis(out, (0, 1, -1), (-2, -3, -4)).reshape(*query.shape[:-1], -1)[..., :part]
     size = LONG_ROW_BLOCK if seq > LONG_ROW else max(-(-part // QUERY_BLOCKS), SMALLEST_BLOCK)
     attend = jax.checkpoint(_attend, static_argnums=(4, 5)) if seq > LONG_ROW else _attend
@@ -122,13 +136,15 @@ def row_attention(
         stop = min(start + size, part)
         end = stop if first is None else seq
         mask, block = rows.mask(start, stop - start, end), grouped[..., start:stop]
-        out.append(attend(key[..., :end], value[..., :end], block, mask, dtype, cap))
+        out.append(attend(key[..., :end], value[..., :end], block, mask, dtype, cap, sinks))
     return jnp.concatenate(out, axis=-1).reshape(query.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_blocks(cap: float | None, dtype: str, q: Blocks, k: Blocks, v: Blocks, rows: _Rows) -> Blocks:
-    return _by_blocks_forward(cap, dtype, q, k, v, rows)[0]
+def _by_blocks(
+    cap: float | None, dtype: str, q: Blocks, k: Blocks, v: Blocks, rows: _Rows, sinks: Array | None
+) -> Blocks:
+    return _by_blocks_forward(cap, dtype, q, k, v, rows, sinks)[0]
 
 
 def _pairs(
@@ -155,7 +171,7 @@ def _pairs(
 
 
 def _by_blocks_forward(
-    cap: float | None, dtype: str, q: Blocks, k: Blocks, v: Blocks, rows: _Rows
+    cap: float | None, dtype: str, q: Blocks, k: Blocks, v: Blocks, rows: _Rows, sinks: Array | None
 ) -> tuple[Blocks, Any]:
     k, v = rounded(k, dtype), rounded(v, dtype)
 
@@ -172,17 +188,17 @@ def _by_blocks_forward(
             return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + some
 
         # Masked scores are far below the first `top`, so their weights are 0, even if all scores of a query are masked.
-        top = jnp.full(q.shape[:-1], MASKED / 2, k.dtype)
-        top, total, out = lax.fori_loop(0, count, add, (top, jnp.zeros_like(top), jnp.zeros(q.shape, k.dtype)))  # fmt: skip
+        start = before_keys(q.shape[:-1], sinks, least=MASKED / 2, dtype=k.dtype)
+        top, total, out = lax.fori_loop(0, count, add, (*start, jnp.zeros(q.shape, k.dtype)))
         total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
         return out / total[..., None], top + jnp.log(total)
 
     out, logs = lax.map(attend, (jnp.arange(len(q), dtype=jnp.int32), q))
-    return out, (q, k, v, rows, out, logs)
+    return out, (q, k, v, rows, sinks, out, logs)
 
 
 def _by_blocks_backward(cap: float | None, dtype: str, saved: Any, d_out: Blocks) -> tuple[Any, ...]:
-    q, k, v, rows, out, logs = saved
+    q, k, v, rows, sinks, out, logs = saved
 
     def attend(grads: tuple[Array, ...], given: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
         block, q, logs, d_out, inner = given
@@ -199,9 +215,13 @@ def _by_blocks_backward(cap: float | None, dtype: str, saved: Any, d_out: Blocks
         d_q, d_k, d_v = lax.fori_loop(0, count, add, (jnp.zeros_like(q), *grads))
         return (d_k, d_v), d_q
 
-    blocks = jnp.arange(len(q), dtype=jnp.int32), q, logs, d_out, (d_out * out).sum(-1)
+    inner = (d_out * out).sum(-1)
+    blocks = jnp.arange(len(q), dtype=jnp.int32), q, logs, d_out, inner
     (d_k, d_v), d_q = lax.scan(attend, (jnp.zeros_like(k), jnp.zeros_like(v)), blocks)
-    return d_q, d_k, d_v, None
+    if sinks is None:
+        return d_q, d_k, d_v, None, None
+    shares = jnp.exp(sinks[None, None] - logs)
+    return d_q, d_k, d_v, None, -(shares * inner).sum((0, 1, 4))[..., None]
 
 
 _by_blocks.defvjp(_by_blocks_forward, _by_blocks_backward)
@@ -214,12 +234,18 @@ def _attend(
     mask: Bool[Array, "batch block seq"],
     dtype: str,
     cap: float | None,
+    sinks: Float[Array, "kv_heads group 1"] | None,
 ) -> Float[Array, "kv_heads group head_dim batch block"]:
     scores = capped(product("kdbt,kgdbs->bkgst", k, grouped, dtype), cap)
     scores = jnp.where(mask[:, None, None], scores, MASKED)
     # Attention weights are rounded before they are divided by their sum, so that results match decoding.
-    weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
-    total = weights.sum(-1).transpose(1, 2, 0, 3)[:, :, None]
+    top = scores.max(-1, keepdims=True)
+    top = lax.stop_gradient(top if sinks is None else jnp.maximum(top, sinks[None, ..., None]))
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + jnp.exp(sinks[None] - top[..., 0])
+    total = total.transpose(1, 2, 0, 3)[:, :, None]
     return product("kdbt,bkgst->kgdbs", v, weights, dtype) / total
 
 
@@ -232,6 +258,7 @@ def part_attention(
     window: Int[Array, ""] | None = None,
     cap: float | None = None,
     dtype: str = "float32",
+    sinks: Sinks = None,
 ) -> Float[Array, "heads head_dim part"]:
     """Computes causal attention for one chunk of a sequence in chunked prefill. The chunk has `part` tokens, from token `start` on.
 
@@ -261,7 +288,8 @@ def part_attention(
     shape = grouped.shape
     rows = (*shape[:2], part)
     # Every query attends to its own key, so no row stays fully masked. What masked keys add before is multiplied by 0.
-    carry = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros(shape))
+    begin = None if sinks is None else sinks.reshape(*shape[:2], 1)
+    carry = (*before_keys(rows, begin), jnp.zeros(shape))
     first = 0
     if window is not None:
         first = jnp.where(window > 0, jnp.maximum(start - window + 1, 0) // part, 0)
@@ -278,6 +306,7 @@ def cached_attention(
     chunk: int = 256,
     window: int = 0,
     cap: float | None = None,
+    sinks: Sinks = None,
 ) -> Float[Array, "heads head_dim slots"]:
     """Computes attention for one query per slot over the first `lengths` entries of the slot's KV cache, or over the last `window` of them if it is above 0.
 
@@ -311,7 +340,8 @@ def cached_attention(
         return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + part
 
     shape = (slots, kv_heads, heads // kv_heads)
-    carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    begin = None if sinks is None else sinks.reshape(shape[1:])
+    carry = (*before_keys(shape, begin), jnp.zeros((*shape, head_dim)))
     if chunk == capacity:
         _, total, out = attend(jnp.zeros((), jnp.int32), carry)
     else:

@@ -11,11 +11,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.attention import causal_attention, part_attention
+from dapo_jax.models.attention import Sinks, causal_attention, part_attention
 from dapo_jax.models.layer_kinds import Attend, DecodingStep, Mixer, Paged, PrefillPart, TrainingRows
 from dapo_jax.models.parameters import Parameter, norm
 from dapo_jax.models.projections import Projections, rms_norm, rotary, with_offset
 from dapo_jax.models.rope import RopeTables
+from dapo_jax.numerics.precision import rounded
 
 _INPUTS = ("query", "key", "value")
 
@@ -59,13 +60,16 @@ class Attention(Mixer):
                 found[f"{name}_norm"] = norm(config, dim, tensor=tensor)
             else:
                 found[f"{name}_norm"] = norm(config, count, dim, axes=(axis, "head_dim"), tensor=tensor)
+        if config.sinks:
+            found["sinks"] = Parameter(shape=(config.heads,), axes=("heads",), tensor="self_attn.sinks")
         return found
 
     def mix(
-        self, layer: Projections, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
+        self, layer: Any, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "features tokens"], Any]:
         query, key, value, gate = self._queries_keys_values(layer, x, rope)
-        out, kept = attend(query, key, value)
+        sinks = [rounded(layer.sinks[...], layer.compute_dtype)] if layer.config.sinks else []
+        out, kept = attend(query, key, value, *sinks)
         out = out if gate is None else out * jax.nn.sigmoid(gate)
         return out.reshape(-1, out.shape[2]), kept
 
@@ -74,26 +78,29 @@ class Attention(Mixer):
         same: dict[str, Any] = {"windows": config.windows, "cap": config.score_cap}
         same["sequences"] = rows.layout.sequences(*segments)
 
-        def attend(query: Array, key: Array, value: Array, window: Array | None = None) -> tuple[Array, None]:
-            near = None if window is None else (window, rows.positions)
-            return rows.layout.attend(query, key, value, *segments, rows.dtype, near=near, **same), None
+        def attend(
+            query: Array, key: Array, value: Array, sinks: Sinks = None, *, window: Array | None = None
+        ) -> tuple[Array, None]:
+            near: Any = {"near": None if window is None else (window, rows.positions), "sinks": sinks}
+            return rows.layout.attend(query, key, value, *segments, rows.dtype, **near, **same), None
 
         return attend
 
     def prefill(self, config: Architecture, part: PrefillPart, **data: Any) -> Attend:
         how: dict[str, Any] = {"cap": config.score_cap, "dtype": part.dtype}
 
-        def whole(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+        def whole(query: Array, key: Array, value: Array, sinks: Sinks = None) -> tuple[Array, Any]:
             near = (data["window"], part.positions) if data else None
-            attended = causal_attention(query, key, value, part.segment_ids, near=near, **how)
+            attended = causal_attention(query, key, value, part.segment_ids, near=near, sinks=sinks, **how)
             return attended, part.store(key, value, len(part.segment_ids))
 
-        def chunk(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+        def chunk(query: Array, key: Array, value: Array, sinks: Sinks = None) -> tuple[Array, Any]:
             keys, values = (
                 lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), part.start, axis=2)
                 for buffer, new in zip(part.before, (key, value), strict=True)
             )
-            return part_attention(query, keys, values, part.start, **data, **how), (keys, values)
+            out = part_attention(query, keys, values, part.start, sinks=sinks, **data, **how)
+            return out, (keys, values)
 
         return whole if part.before is None else chunk
 

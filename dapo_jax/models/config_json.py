@@ -64,6 +64,7 @@ _SCALING_KINDS: dict[str, tuple[str, ...]] = {
         "attention_factor",
         "mscale",
         "mscale_all_dim",
+        "truncate",
     ),
     "longrope": (ORIGINAL_LENGTH, "short_factor", "long_factor", "attention_factor"),
 }
@@ -124,6 +125,7 @@ def rope_settings(rope: Rope, reads: Mapping[str, Any]) -> dict[str, Any]:
         settings["partial_rotary_factor"] = rope.share
     if rope.scaling is not None:
         ours = {**vars(rope.scaling), ORIGINAL_LENGTH: rope.scaling.original_max_positions}
+        ours["truncate"] = None if rope.scaling.truncate else False
         settings |= {"rope_type": rope.scaling.kind} | present(
             {key: ours.get(key) for key in _SCALING_KINDS[rope.scaling.kind]}
         )
@@ -135,7 +137,7 @@ def rope_of(
 ) -> tuple[Rope, dict[str, Any]]:  # fmt: skip
     """Returns the rotation and its settings, from rope_parameters (transformers 5), or from rope_theta and rope_scaling (transformers 4)."""
     notations = [_settings(described, key, where) for key in ("rope_parameters", "rope_scaling")]
-    given = [rope for rope in notations if rope] or [{}]
+    given = [rope for rope in notations if rope] or [family.defaults.get("rope_scaling", {})]
     found = [_completed(rope, described, family) for rope in given]
     if found[0] != found[-1]:
         raise ValueError(f"{where}: rope_parameters {found[0]} and rope_scaling {found[1]} differ; keep one")
@@ -148,7 +150,8 @@ def rope_of(
     known = {*(_ALPHA_KEYS if by_alpha else _SCALING_KINDS.get(kind, ())), *_MEANINGLESS, *_NEUTRAL}
     known |= {*family.ignored}
     known |= {key for key in ("llama_4_scaling_beta",) if key in family.defaults}
-    neutral = {key: value for key, value in _NEUTRAL.items() if key not in family.defaults}
+    reads = {*family.defaults, *_SCALING_KINDS.get(kind, ())}
+    neutral = {key: value for key, value in _NEUTRAL.items() if key not in reads}
     for key, value in rope.items():
         if key not in known or value != neutral.get(key, value):
             raise ValueError(f"{where}: {key}={value!r} with rope_type {kind!r} is not supported")
@@ -216,7 +219,7 @@ def _scaling(
         )
     # An mscale of 0 means the same as no mscale.
     numbers: dict[str, Any] = {
-        key: checked(given, key, float, where)
+        key: checked(given, key, bool if key == "truncate" else float, where)
         for key in given
         if given[key] != 0 or not key.startswith("mscale")
     }

@@ -79,6 +79,7 @@ def packed_attention(
     *,
     rows: Packed | None = None,
     window: int = 0,
+    sinks: Float[Array, " heads"] | None = None,
     dtype: str,
 ) -> Float[Array, "heads head_dim batch seq"]:
     """Computes `attention.causal_attention` with cuDNN, in bfloat16 or float16. The result at padding is 0.
@@ -89,7 +90,9 @@ def packed_attention(
     q, k, v = (
         part.astype(dtype).transpose(2, 3, 0, 1).reshape(-1, *part.shape[:2]) for part in (query, key, value)
     )
-    out = _attention(window, query.shape[3], q, k, v, rows).reshape(*segment_ids.shape, *query.shape[:2])
+    out = _attention(window, query.shape[3], q, k, v, rows, sinks).reshape(
+        *segment_ids.shape, *query.shape[:2]
+    )
     return out.transpose(2, 3, 0, 1).astype(query.dtype)
 
 
@@ -110,22 +113,35 @@ _ONCE: dict[str, Any] = {"mode": "drop", "unique_indices": True}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed) -> Heads:
-    return _forward(window, seq, q, k, v, rows)[0]
+def _attention(
+    window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed, sinks: Array | None
+) -> Heads:
+    return _forward(window, seq, q, k, v, rows, sinks)[0]
 
 
-def _forward(window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed) -> tuple[Heads, Any]:
+def _forward(
+    window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed, sinks: Array | None
+) -> tuple[Heads, Any]:
     def add(batch: _Batch, before: tuple[Array, ...]) -> tuple[Array, ...]:
         some, log = attend(q[batch.token], k[batch.token], v[batch.token], batch.lengths, window)
         out, sums = (whole.at[batch.own] for whole in before)
         return out.set(some, **_ONCE), sums.set(log.transpose(0, 2, 1), **_ONCE)
 
     out, sums = _over_batches(rows, seq, add, (jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)))
-    return out, (q, k, v, rows, out, sums)
+    if sinks is not None:
+        # cuDNN's gradients are those with sinks if it receives the output and the sums with sinks.
+        whole = jnp.logaddexp(sums, sinks[None])
+        shares = jnp.exp(sums - whole)[..., None]
+        out, sums = (out.astype(jnp.float32) * shares).astype(q.dtype), whole
+    return out, (q, k, v, rows, sinks, out, sums)
 
 
 def _backward(window: int, seq: int, saved: Any, d_out: Heads) -> tuple[Any, ...]:
-    q, k, v, rows, out, sums = saved
+    q, k, v, rows, sinks, out, sums = saved
+    d_sinks = None
+    if sinks is not None:
+        inner = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
+        d_sinks = -(jnp.exp(sinks[None] - sums) * inner).sum(0)
 
     def add(batch: _Batch, before: tuple[Array, Array]) -> tuple[Array, Array]:
         some_q, some_k, some_v, some_out, some = (x[batch.token] for x in (q, k, v, before[0], d_out))
@@ -145,7 +161,7 @@ def _backward(window: int, seq: int, saved: Any, d_out: Heads) -> tuple[Any, ...
     # The gradients of keys and values are sums over copies, in float32. They are one array, so that one kernel adds both.
     start = out, jnp.zeros((len(k), 2 * k.shape[1], k.shape[2]), jnp.float32)
     d_q, both = _over_batches(rows, seq, add, start)
-    return d_q, *jnp.split(both.astype(q.dtype), 2, axis=1), None
+    return d_q, *jnp.split(both.astype(q.dtype), 2, axis=1), None, d_sinks
 
 
 _attention.defvjp(_forward, _backward)

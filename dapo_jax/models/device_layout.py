@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
-from dapo_jax.models.attention import Near, causal_attention
+from dapo_jax.models.attention import Near, Sinks, causal_attention
 from dapo_jax.numerics.precision import WeightSharding, rounded
 from dapo_jax.numerics.segments import looked_up
 
@@ -54,10 +54,10 @@ class Layout:
 
     def experts(
         self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
-        matrices: Matrices, dtype: str,
+        matrices: Matrices, dtype: str, biases: Sequence[Array] = (),
     ) -> Float[Array, "embed tokens"]:  # fmt: skip
         """Calls `mixture` with the tokens of this device and the matrices of all experts. If the mlp axis is split, the result is a partial sum."""
-        return mixture(x, factors, routes, matrices)
+        return mixture(x, factors, routes, matrices, biases)
 
     def rows(
         self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
@@ -87,10 +87,12 @@ class Layout:
         near: Near | None = None,
         windows: Sequence[int] = (),
         cap: float | None = None,
+        sinks: Sinks = None,
         sequences: Any = None,
     ) -> Float[Array, "heads head_dim tokens"]:
         """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`). The window in `near` is one of `windows`. Without `sequences`, they are computed."""
-        how: dict[str, Any] = {"near": near, "cap": cap, "dtype": dtype, "by_blocks": self.by_blocks}
+        how: dict[str, Any] = {"near": near, "cap": cap, "sinks": sinks, "dtype": dtype}
+        how["by_blocks"] = self.by_blocks
         return causal_attention(query, key, value, segment_ids, prefix_ids, **how)
 
     def logprobs(

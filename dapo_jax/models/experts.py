@@ -6,7 +6,7 @@ expert's matrix. The order of each sum does not depend on other tokens, and the 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from dapo_jax.models.device_layout import Matrices
 from dapo_jax.models.gated import gated_parameters, hidden_of, inputs_of
 from dapo_jax.models.layer_kinds import Mlp
 from dapo_jax.models.parameters import Parameter
-from dapo_jax.numerics.precision import WeightSharding, gathered
+from dapo_jax.numerics.precision import WeightSharding, gathered, rounded
 from dapo_jax.numerics.quantization import Quantized
 
 
@@ -55,6 +55,8 @@ class Experts(Mlp):
     """Number of groups from which a token chooses. The score of a group is the sum of its two largest scores."""
     latent: int = 0
     """If above 0, experts work in a space with this number of dimensions, and two further matrices map tokens to it and back."""
+    biases: bool = False
+    """Whether the router and the experts' matrices have biases (gpt-oss). In files, these matrices are transposed, and the columns of gate and up alternate."""
 
     group = "mlp"
     targets = ("gate_proj", "up_proj", "down_proj")
@@ -92,6 +94,16 @@ class Experts(Mlp):
             },
             "down": Parameter(**columns, tensor="mlp.experts.{}.down_proj.weight"),
         }
+        if self.biases:
+            found["router_bias"] = Parameter(
+                shape=(count,), axes=("features",), float32=True, tensor="mlp.router.bias"
+            )
+        for name in (*inputs_of(config), "down") if self.biases else ():
+            blocks, both, axis = (0, "down", "features") if name == "down" else (hidden, "gate_up", "mlp")
+            same: dict[str, Any] = {"tensor": f"mlp.experts.{both}_proj", "blocks": blocks}
+            found[name] = replace(found[name], **same, is_transposed=True)
+            same |= {"tensor": f"{same['tensor']}_bias", "shape": found[name].shape[:2]}
+            found[f"{name}_biases"] = Parameter(axes=("experts", axis), **same)
         if self.choice_bias:
             found["choice_bias"] = Parameter(
                 shape=(count,), axes=("features",), float32=True, is_trained=False, tensor="mlp.gate.e_score_correction_bias"
@@ -121,16 +133,20 @@ class Experts(Mlp):
         def scores(name: str) -> Array:
             operands = getattr(layer, name)[...].astype(wide), x.astype(wide)
             made = jnp.einsum("ei,it->et", *operands, precision=lax.Precision.HIGHEST)
+            made = made + layer.router_bias[...].astype(wide)[:, None] if self.biases else made
             return layout.inner(made, "float32")
 
         bias = layer.choice_bias[...] if self.choice_bias else None
         own, used, factors = chosen(scores("router"), self, routes, bias)
         config, hidden = layer.config, hidden_of(layer.config)
-        matrices = tuple(getattr(layer, name)[...] for name in (*inputs_of(config), "down"))
-        mix = partial(mixture, hidden=hidden, dtype=dtype)
-        inputs = layout.inner(x, dtype=dtype)
+        names = *inputs_of(config), "down"
+        matrices = tuple(getattr(layer, name)[...] for name in names)
+        mix = partial(mixture, hidden=hidden, width=config.mlp_dim, dtype=dtype)
+        inputs, biases = layout.inner(x, dtype=dtype), ()
+        if self.biases:
+            biases = tuple(rounded(getattr(layer, f"{name}_biases")[...], dtype) for name in names)
         tokens = layer.project(("latent_in",), inputs)[0] if self.latent else inputs
-        out = layout.experts(mix, tokens, factors, used, matrices, dtype)
+        out = layout.experts(mix, tokens, factors, used, matrices, dtype, biases)
         if self.latent:
             out = layer.project(("latent_out",), out)[0]
         if self.shared_dim:
@@ -214,31 +230,41 @@ def arranged(routes: Int[Array, "tokens chosen"], first: int | Array, count: int
 
 
 def mixture(
-    x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"], matrices: Matrices, *,
-    first: int | Int[Array, ""] = 0, hidden: Callable[..., Array], dtype: str,
+    x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"], matrices: Matrices, biases: Sequence[Array] = (), *,
+    first: int | Int[Array, ""] = 0, hidden: Callable[..., Array], width: int = 0, dtype: str,
     sharding: tuple[WeightSharding | None, WeightSharding | None] = (None, None),
 ) -> Float[Array, "embed tokens"]:  # fmt: skip
-    """Returns the sum of factor x down hidden(gate x, up x) over the experts of each token.
+    """Returns the sum of factor x down hidden(gate x, up x) over the experts of each token. Each product may have a bias.
 
     Args:
         x: normalized tokens.
         factors, routes: factor and number of each chosen expert.
         matrices: matrices of the experts that are on this device. Choices of other experts contribute nothing.
+        biases: a bias [experts, outputs] for each of the matrices, or none.
         first: number of the first expert in `matrices`.
         hidden: maps the products with all matrices except the last, down, to the input of down.
+        width: number of hidden features on all devices together. If there are biases, each device adds its share of the bias of down.
         sharding: how gate and up, and down are sharded (see `dapo_jax.numerics.precision.product`).
     """
     count = len(matrices[0])
     block = block_rows(routes.size, count)
     rows = arranged(routes, first, count, block)
 
-    def multiplied(weight: Array | Quantized, x: Array, sharding: WeightSharding | None) -> Array:
-        return checkpoint_name(grouped(weight, x, rows.sizes, block, dtype, sharding), "projection")
+    def multiplied(at: int, x: Array, sharding: WeightSharding | None) -> Array:
+        made = checkpoint_name(grouped(matrices[at], x, rows.sizes, block, dtype, sharding), "projection")
+        if not biases:
+            return made
+        # A product, unlike a lookup, has a gradient with a fixed order of summation.
+        expert = _expert_at(rows.sizes, jnp.arange(0, len(x), block, jnp.int32))
+        of_block = jax.nn.one_hot(expert, count, dtype=made.dtype)
+        added = jnp.einsum("be,eo->bo", of_block, biases[at], precision=lax.Precision.HIGHEST)
+        added = added * (biases[0].shape[1] / width) if at == last else added
+        return (made.reshape(-1, block, made.shape[1]) + added[:, None]).reshape(made.shape)
 
-    *wide, down = matrices
+    last = len(matrices) - 1
     inputs = _spread(x.T, rows.token, rows.place)
-    features = hidden(*(multiplied(weight, inputs, sharding[0]) for weight in wide))
-    outputs = multiplied(down, features, sharding[1])
+    features = hidden(*(multiplied(at, inputs, sharding[0]) for at in range(last)))
+    outputs = multiplied(last, features, sharding[1])
     # A row's factor is looked up by the number of its choice. Empty rows have none.
     scale = jnp.zeros(len(outputs) + 1, factors.dtype).at[rows.place].set(factors)[:-1]
     return _collected(outputs * scale[:, None], rows.token, rows.place).T

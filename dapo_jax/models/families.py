@@ -55,6 +55,17 @@ _QWEN_EXPERTS = {
 }  # fmt: skip
 _GATE_UP = {"gate": "mlp.gate_up_proj.weight", "up": "mlp.gate_up_proj.weight"}
 
+
+def _of_gpt_oss(values: Mapping[str, Any], sizes: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """Returns the fields that differ from other families with the same keys. Quantized weights are dequantized when they are read."""
+    stored = values["quantization_config"] or {"quant_method": "mxfp4"}
+    if not isinstance(stored, Mapping) or stored.get("quant_method") != "mxfp4":
+        raise ValueError(
+            f"{where}: quantization_config={stored!r} is not supported (only quant_method 'mxfp4', or no quantization). {WHAT_LOADS}"
+        )
+    return {"output_bias": values["attention_bias"]}
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM"),
     "qwen2": Family(architecture="Qwen2ForCausalLM", ignored=("sliding_window",), switches={"qkv_bias": True}),
@@ -156,6 +167,15 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Qwen3NextForCausalLM", switches=_QWEN3_5_SWITCHES, experts={"shared_gate": True}, mixers={"by_key_head": True},
         defaults={"num_experts": 512, **_QWEN_EXPERTS, "num_experts_per_tok": 10, "norm_topk_prob": True, **_QWEN3_5},
     ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM", full_every=2, switches={"sinks": True}, experts={"biases": True}, read=_of_gpt_oss,
+        tensors={"router": "mlp.router.weight"},
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "attention_bias": True, "sliding_window": 128,
+            "layer_types": None, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "quantization_config": None,
+            "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, ORIGINAL_LENGTH: 4096},
+        },
+    ),
     "olmoe": Family(
         architecture="OlmoeForCausalLM", switches={"qk_norm": "all"},
         defaults={"rms_norm_eps": 1e-5, "clip_qkv": None, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
@@ -201,6 +221,8 @@ _NUMBERS = {
     "attn_logit_softcapping": "score_cap",
     "final_logit_softcapping": "logit_cap",
     "clip_qkv": "clip_qkv",
+    "swiglu_limit": "gate_limit",
+    "swiglu_alpha": "gate_alpha",
 }
 _OF_EXPERTS = {
     "shared_expert_intermediate_size": "shared_dim",
@@ -339,7 +361,7 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
     described.setdefault("attention_bias", False)
     described |= family.write(config) if family.write else {}
     found = understand(described, "config.json")
-    config = replace(config.base, vocab_multiple=1, wrapped=False).for_length(2**62)
+    config = replace(config.base, vocab_multiple=1, wrapped=False, fused_experts=False).for_length(2**62)
     if lost := [
         field.name for field in fields(config) if getattr(found, field.name) != getattr(config, field.name)
     ]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,7 +29,14 @@ def inputs_of(config: Architecture, prefix: str = "") -> tuple[str, ...]:
 def hidden_of(config: Architecture) -> Callable[..., Array]:
     """Returns the function of the products with `inputs_of` whose result is the input of the matrix down."""
     activation = ACTIVATIONS[config.activation]
+    if config.gate_limit is not None:
+        return partial(_bounded, config.gate_limit, config.gate_alpha)
     return (lambda gate, up: activation(gate) * up) if config.mlp_gate else activation
+
+
+def _bounded(limit: float, alpha: float, gate: Array, up: Array) -> Array:
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1.0) * gate * jax.nn.sigmoid(alpha * gate)
 
 
 def gated_parameters(

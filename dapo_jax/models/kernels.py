@@ -64,10 +64,14 @@ def splash_attention(
     own_ids: Int[Array, "batch part"],
     segment_ids: Int[Array, "batch seq"],
     *,
+    sinks: Float[Array, " heads"] | None = None,
     dtype: str,
 ) -> Float[Array, "heads head_dim batch part"]:
     """Computes causal attention within segments, with a kernel from `splash_kernel`."""
     scaled = query * query.shape[1] ** -0.5
     q, k, v = (part.astype(dtype).transpose(2, 0, 3, 1) for part in (scaled, key, value))
-    out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(own_ids, segment_ids))
+    given = (q, k, v, splash.SegmentIds(own_ids, segment_ids))
+    # The kernel's gradient of the sinks has the dtype of the output.
+    sinks = None if sinks is None else sinks.astype(dtype)
+    out = jax.vmap(lambda *row: kernel(*row, sinks))(*given)
     return out.transpose(1, 3, 0, 2).astype(query.dtype)

@@ -42,6 +42,8 @@ class Parameter:
     """The name of its tensor in a layer of a file, which `Family.tensors` may replace. Parameters with the same name are parts of one tensor, one below the other."""
     blocks: int = 0
     """If above 0, the tensor consists of this number of blocks, and each block has the same number of rows of each part, one part below the other."""
+    is_transposed: bool = False
+    """Whether its tensor has inputs before outputs. Only the matrices of experts may be transposed."""
     fan_in: int = 0
     """If above 0, initial values are normal with variance 1 / fan_in."""
     start: float | Callable[[Array], Array] = 0.0

@@ -35,6 +35,8 @@ class RopeScaling:
     """For yarn: frequencies that complete at least this many turns within the original context are not changed."""
     beta_slow: float = 1.0
     """For yarn: frequencies that complete at most this many turns within the original context are divided by the full factor."""
+    truncate: bool = True
+    """For yarn: whether the first and the last dimension pair of the transition are rounded to whole numbers."""
     attention_factor: float | None = None
     """Factor by which cosine and sine are multiplied (yarn, longrope). None: 0.1 ln(factor) + 1 for yarn, as in the paper, and
     sqrt(1 + ln(factor) / ln(original_max_positions)) for longrope."""
@@ -115,8 +117,10 @@ def _kept(
         ratio = math.log(scaling.original_max_positions / (turns * 2.0 * math.pi)) / math.log(theta)
         return head_dim * ratio / 2.0
 
-    first = max(math.floor(pair_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_of(scaling.beta_slow)), head_dim - 1)
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     # As in the published code, 0.001 avoids a division by 0.
     width = last - first if last != first else 0.001
     return 1.0 - np.clip((np.arange(head_dim // 2) - first) / width, 0.0, 1.0)

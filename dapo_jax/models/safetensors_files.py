@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.models import mxfp4
 from dapo_jax.models.tensors import PEFT_PREFIX, TEXT_PREFIXES, Cut, Shape, Tensor
 from dapo_jax.storage import (
     AnyPath,
@@ -84,12 +85,13 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
             size, numbers = last - first, math.prod(shape)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"cannot read {path}: the header's entry of {name} is {entry!r:.200}") from error
-        if code not in STORED:
-            known = ", ".join(STORED)
+        kinds = STORED | mxfp4.STORED if name.endswith(mxfp4.SUFFIXES) else STORED
+        if code not in kinds:
+            known = ", ".join(kinds)
             raise ValueError(f"{path}: {name} has type {code}, which is not supported (only {known})")
-        if size != numbers * jnp.dtype(STORED[code]).itemsize:
+        if size != numbers * jnp.dtype(kinds[code]).itemsize:
             raise ValueError(f"cannot read {path}: {name} has {size:,} bytes, but shape {shape}")
-        found[name] = StoredTensor(path, STORED[code], shape, begin + first)
+        found[name] = StoredTensor(path, kinds[code], shape, begin + first)
         end = max(end, begin + last)
     if end != whole:
         raise ValueError(f"cannot read {path}: it has {whole:,} bytes, but its tensors end at byte {end:,}")
@@ -109,7 +111,7 @@ class SafetensorsFolder:
         listed = None if single != SINGLE or only.exists() else _read_index(folder)
         self.where = str(only if listed is None else folder / INDEX)
         """Path of the single file, or of the index if there are several files."""
-        self._tensors: dict[str, StoredTensor] = {}
+        self._tensors: dict[str, Any] = {}
         for path in [only] if listed is None else [folder / file for file in sorted(set(listed.values()))]:
             try:
                 self._tensors |= stored_tensors(path)
@@ -118,6 +120,7 @@ class SafetensorsFolder:
         for name, file in (listed or {}).items():
             if name not in self._tensors or self._tensors[name].path != folder / file:
                 raise ValueError(f"{self.where} lists {name!r} in {file}, which does not contain it")
+        self._tensors = mxfp4.joined(self._tensors, self.where)
         self._stored = _of_text_model(list(self._tensors))
         self.shapes: Mapping[str, Shape] = {
             name: self._tensors[stored].shape for name, stored in self._stored.items()

@@ -141,10 +141,12 @@ class _Tensors:
     def shape(self, theirs: str) -> Shape:
         """Returns the shape of a tensor."""
         parts = self.parts[theirs]
-        *_, width = like = _file_shape(self.parameters[parts[0]])
+        like = _file_shape(self.parameters[parts[0]])
         rows = sum(map(self.rows, parts))
         if self.of_experts(parts[0]):
-            return (rows, width) if "{}" in theirs else (self.experts, rows, width)
+            of_one = (rows, *like[2:])
+            of_one = of_one[::-1] if self.parameters[parts[0]].is_transposed else of_one
+            return of_one if "{}" in theirs else (self.experts, *of_one)
         return rows, *like[1:]
 
     def order(self, ours: str, *, back: bool = False) -> np.ndarray | None:
@@ -252,9 +254,10 @@ def place(
         stack = config.places[layer][0]
         own, parameter = tensors[stack], tensors[stack].parameters[name]
         theirs, first = own.in_layer(own.name[name], layer), own.first(name)
+        blocks = own.blocks(name)
         if own.of_experts(name):
-            return put(_OfExperts(file, theirs, first, parameter.shape), theirs, parameter, sharding)
-        if blocks := own.blocks(name):
+            return put(_OfExperts(file, theirs, first, parameter, blocks), theirs, parameter, sharding)
+        if blocks:
             shape = _file_shape(parameter)
             return put(
                 _InBlocks(file, theirs, blocks, shape), theirs, parameter, sharding, order=own.order(name)
@@ -314,10 +317,12 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
 
     def joined(parts: list[str], axis: int, layer: int, *expert: int) -> np.ndarray:
         fetched = [fetch(name, layer, *expert) for name in parts]
-        if not (blocks := tensors[config.places[layer][0]].blocks(parts[0])):
-            return np.concatenate(fetched, axis=axis)
-        by_block = [part.reshape(blocks[0], -1, *part.shape[1:]) for part in fetched]
-        return np.concatenate(by_block, axis=1).reshape(-1, *fetched[0].shape[1:])
+        own, shape = tensors[config.places[layer][0]], fetched[0].shape
+        before, after = shape[:axis], shape[axis + 1 :]
+        if blocks := own.blocks(parts[0]):
+            fetched = [part.reshape(*before, blocks[0], -1, *after) for part in fetched]
+        whole = np.concatenate(fetched, axis=axis + bool(blocks)).reshape(*before, -1, *after)
+        return whole.swapaxes(-1, -2) if own.parameters[parts[0]].is_transposed else whole
 
     for layer, (stack, _) in enumerate(config.places):
         own = tensors[stack]
@@ -476,16 +481,23 @@ def _put(
 class _OfExperts:
     """One matrix of all experts in a layer as one tensor [experts, rows, columns]. Implements `TensorFile`."""
 
-    def __init__(self, file: TensorFile, theirs: str, first: int, shape: Shape) -> None:
-        """`theirs` is the name of one tensor, or a pattern for one tensor per expert. The matrix begins in row `first` of each expert."""
-        self.where, self._file, self._first = file.where, file, first
-        self.shapes: Mapping[str, Shape] = {theirs: shape}
+    def __init__(
+        self, file: TensorFile, theirs: str, first: int, parameter: Parameter, blocks: tuple[int, ...]
+    ) -> None:
+        """`theirs` is the name of one tensor, or a pattern for one tensor per expert. The matrix begins in row `first` of each expert. If there are `blocks` (see
+        `_Tensors.blocks`), each has one row of it."""
+        self.where, self._file, self._parameter = file.where, file, parameter
+        _, self._first, _, self._step = blocks or (0, first, 1, 1)
+        self.shapes: Mapping[str, Shape] = {theirs: parameter.shape}
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
-        experts, rows, columns = (
+        experts, rows, *columns = (
             slice(*axis.indices(size)) for axis, size in zip(cut, self.shapes[name], strict=True)
         )
-        below = slice(self._first + rows.start, self._first + rows.stop), columns
+        first, step = self._first, self._step
+        below = slice(first + rows.start * step, first + rows.stop * step, step), *columns
+        if self._parameter.is_transposed:
+            return _finite(self._file, name, (experts, *below[::-1])).swapaxes(1, 2)
         if "{}" not in name:
             return _finite(self._file, name, (experts, *below))
         each = range(experts.start, experts.stop)

@@ -54,7 +54,7 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
         over = dict(rules)
         if "experts" in axes and over["experts"]:
             # A device has whole experts. If their number cannot be divided, the matrices are split along `embed` like others.
-            whole = leaf.shape[-3] % mesh.shape[over["experts"]] == 0
+            whole = leaf.shape[axes.index("experts") - len(axes)] % mesh.shape[over["experts"]] == 0
             over["embed" if whole else "experts"] = None
         spec = [None] * (leaf.ndim - len(axes)) + [over[axis] for axis in axes]
         for size, axis in zip(leaf.shape, spec, strict=True):

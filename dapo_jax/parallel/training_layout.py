@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
-from dapo_jax.models.attention import Near, row_attention
+from dapo_jax.models.attention import Near, Sinks, row_attention
 from dapo_jax.models.cudnn import packed, packed_attention
 from dapo_jax.models.device_layout import Layout, Matrices, Mixture
 from dapo_jax.models.kernels import splash_attention, splash_kernel
@@ -81,7 +81,7 @@ class MeshLayout(Layout):
 
     def experts(
         self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
-        matrices: Matrices, dtype: str,
+        matrices: Matrices, dtype: str, biases: Sequence[Array] = (),
     ) -> Float[Array, "embed tokens"]:  # fmt: skip
         """Gathers the tokens of all devices along `fsdp`, applies this device's experts to them, and reduce-scatters the results.
 
@@ -90,11 +90,11 @@ class MeshLayout(Layout):
         """
         parts, held = self.mesh.shape["fsdp"], len(matrices[0])
         if parts == 1:
-            return mixture(x, factors, routes, matrices)
+            return mixture(x, factors, routes, matrices, biases)
         if matrices[0].shape[2] != len(x):
             how = (self.weight_sharding(axes) for axes in (("mlp", "embed"), ("embed", "mlp")))
             later = tuple(one and one._replace(dim=one.dim + 1) for one in how)
-            return mixture(x, factors, routes, matrices, sharding=later)
+            return mixture(x, factors, routes, matrices, biases, sharding=later)
         mine = jax.checkpoint(partial(mixture, first=lax.axis_index("fsdp") * held))
         whole = (
             _gather(x, "fsdp", 1, _sent(self.mesh, dtype)).T,
@@ -102,7 +102,7 @@ class MeshLayout(Layout):
             lax.all_gather(routes, "fsdp", tiled=True),
         )
         given = tuple(each.reshape(parts, -1, each.shape[1]) for each in whole)
-        made = lax.map(lambda part: mine(part[0].T, *part[1:], matrices).T, given)
+        made = lax.map(lambda part: mine(part[0].T, *part[1:], matrices, biases).T, given)
         return _scatter(made.reshape(-1, len(x)).T, "fsdp", 1, _sent(self.mesh, dtype))
 
     def prompts(self, prefix_ids: Array | None) -> Array | None:
@@ -144,6 +144,7 @@ class MeshLayout(Layout):
         near: Near | None = None,
         windows: Sequence[int] = (),
         cap: float | None = None,
+        sinks: Sinks = None,
         sequences: Any = None,
     ) -> Float[Array, "heads head_dim tokens"]:
         own, prefix = segment_ids, segment_ids if prefix_ids is None else prefix_ids
@@ -160,12 +161,13 @@ class MeshLayout(Layout):
 
         if self.attention == "cudnn":
             assert cap is None, "`training_pass` chooses XLA"
-            out = by_window(partial(packed_attention, q, k, v, own, prefix, rows=sequences, dtype=dtype))
+            how: dict[str, Any] = {"sinks": sinks, "rows": sequences, "dtype": dtype}
+            out = by_window(partial(packed_attention, q, k, v, own, prefix, **how))
         elif self.attention == "xla":
             first = lax.axis_index("context") * own.shape[1] if parts > 1 else None
             if near is not None:
                 near = near[0], lax.all_gather(near[1], "context", axis=1, tiled=True)
-            how: dict[str, Any] = {"near": near, "cap": cap, "dtype": dtype, "by_blocks": self.by_blocks}
+            how = {"near": near, "cap": cap, "sinks": sinks, "dtype": dtype, "by_blocks": self.by_blocks}
             out = row_attention(q, k, v, own, prefix, segments, first=first, **how)
         else:
             how = {"parts": parts, "interpret": self.attention == "splash_interpreted"}
@@ -175,7 +177,8 @@ class MeshLayout(Layout):
                 kernel = splash_kernel(
                     heads, segments.shape[1], head_dim=head_dim, window=window, cap=cap, **how
                 )
-                return splash_attention(self._of_this_part(kernel), q, k, v, own, segments, dtype=dtype)
+                mine = self._of_this_part(kernel)
+                return splash_attention(mine, q, k, v, own, segments, sinks=sinks, dtype=dtype)
 
             out = by_window(splash)
         return out.reshape(query.shape)
@@ -244,11 +247,11 @@ class SamplerLayout(Layout):
 
     def experts(
         self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
-        matrices: Matrices, dtype: str,
+        matrices: Matrices, dtype: str, biases: Sequence[Array] = (),
     ) -> Float[Array, "embed tokens"]:  # fmt: skip
         """Splits each expert over `tensor`."""
         if self.mesh.size == 1:
-            return mixture(x, factors, routes, matrices)
+            return mixture(x, factors, routes, matrices, biases)
         rows = BATCH_AXES if self.by_slot else None
         columns, outer, inner = (
             PartitionSpec(*axes) for axes in ((None, rows), (None, "tensor"), (None, None, "tensor"))
@@ -259,8 +262,9 @@ class SamplerLayout(Layout):
             return _rounded(mixture(*given), _sent(self.mesh, dtype), lambda x: lax.psum(x, "tensor"))
 
         places = columns, PartitionSpec(rows), PartitionSpec(rows), (*[outer] * (len(matrices) - 1), down)
+        places += ((*[outer] * (len(biases) - 1), PartitionSpec())[: len(biases)],)
         program = jax.shard_map(part, mesh=self.mesh, in_specs=places, out_specs=columns, check_vma=False)
-        return program(x, factors, routes, matrices)
+        return program(x, factors, routes, matrices, biases)
 
 
 def _sent(mesh: Mesh, dtype: str) -> str | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from dapo_jax.models.attention import cached_attention
+from dapo_jax.models.attention import Sinks, cached_attention
 
 Scalar = Int[Array, ""]
 Tables = Int[Array, "slots table_pages"]
@@ -160,12 +160,13 @@ def extend(
     query: Queries,
     key: NewHeads,
     value: NewHeads,
+    sinks: Sinks = None,
     *,
     window: int = 0,
     cap: float | None = None,
 ) -> tuple[Queries, LayerCache]:
     """Appends one token to each slot and computes attention. The query of a live slot attends to all of its tokens, including the new one, or to the last
-    `window` tokens if it is above 0. `cap` caps the scores (see `dapo_jax.numerics.precision.capped`)."""
+    `window` tokens if it is above 0. `cap` caps the scores (see `dapo_jax.numerics.precision.capped`). `sinks` are as in `dapo_jax.models.attention`."""
 
     def append(into: Array, new: Array, axis: int) -> Array:
         def one_slot(into: Array, new: Array, at: Array) -> Array:
@@ -175,7 +176,8 @@ def extend(
 
     grown = LayerCache(append(cache.keys, key, 2), append(cache.values, value, 1))
     counts = (now.lengths + 1) * now.live.astype(jnp.int32)
-    return cached_attention(query, grown.keys, grown.values, counts, window=window, cap=cap), grown
+    how: dict[str, Any] = {"window": window, "cap": cap, "sinks": sinks}
+    return cached_attention(query, grown.keys, grown.values, counts, **how), grown
 
 
 DENSE = Cache(empty=empty, of_rows=of_rows, fill=fill, reading=partial(CacheStep, page=()), extend=extend)

@@ -155,6 +155,7 @@ def cache_for(
         return DENSE if cap is None else replace(DENSE, extend=partial(DENSE.extend, cap=cap))
     heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
     layer = PartitionSpec(BATCH_AXES, "tensor")
+    places = layer, slots, heads, heads, heads, PartitionSpec("tensor")
     if kv_heads % (tensor := mesh.shape["tensor"]):
         raise ValueError(
             f"the model's {kv_heads} key heads cannot be split over the {tensor} devices of the sampler's tensor axis; "
@@ -181,6 +182,6 @@ def cache_for(
         fill=pages.fill,
         reading=spread(reading, in_specs=(slots, slots, slots), out_specs=slots),
         extend=lambda *arrays, **window: spread(
-            partial(extend, **window), in_specs=(layer, slots, heads, heads, heads), out_specs=(heads, layer)
+            partial(extend, **window), in_specs=places[: len(arrays)], out_specs=(heads, layer)
         )(*arrays),
     )

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from dapo_jax.models.attention import MASKED
+from dapo_jax.models.attention import MASKED, Sinks
 from dapo_jax.numerics.precision import capped
 from dapo_jax.sampling import cache as plain
 from dapo_jax.sampling.cache import (
@@ -84,6 +84,7 @@ def extend(
     query: Queries,
     key: NewHeads,
     value: NewHeads,
+    sinks: Sinks = None,
     *,
     dtype: str,
     window: int = 0,
@@ -134,6 +135,10 @@ def extend(
         # Parts without tokens have no result.
         shares = jnp.where(sizes > MASKED, jax.nn.softmax(sizes, axis=0), 0.0)[..., None]
         attended = jnp.where(shares > 0, attended * shares, 0.0).sum(0, keepdims=True).astype(dtype)
+    if sinks is not None:
+        total = jax.nn.logsumexp(sizes, axis=0)
+        shares = jax.nn.sigmoid(total - sinks.reshape(total.shape[1:])[None])
+        attended = (attended.astype(jnp.float32) * shares[None, ..., None]).astype(dtype)
     return attended[0].transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), grown
 
 

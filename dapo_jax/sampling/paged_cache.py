@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from dapo_jax.models.attention import MASKED
+from dapo_jax.models.attention import MASKED, Sinks, before_keys
 from dapo_jax.numerics.precision import capped, product
 from dapo_jax.sampling.cache import (
     CacheStep,
@@ -72,6 +72,7 @@ def extend(
     query: Queries,
     key: NewHeads,
     value: NewHeads,
+    sinks: Sinks = None,
     *,
     dtype: str,
     window: int = 0,
@@ -121,7 +122,8 @@ def extend(
         return put(carry[0], new_top), put(carry[1], total), put(carry[2], out)
 
     shape = grouped.shape[:-1]
-    carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(grouped.shape))
+    begin = None if sinks is None else sinks.reshape(shape[1:])
+    carry = (*before_keys(shape, begin), jnp.zeros(grouped.shape))
     _, total, out = lax.fori_loop(0, now.ends[-1], part, carry)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     back = jnp.zeros_like(out[:slots]).at[now.order[:slots]].set(out[:slots], unique_indices=True)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from dapo_jax.models.attention import MASKED
+from dapo_jax.models.attention import MASKED, Sinks
 from dapo_jax.numerics.precision import capped
 from dapo_jax.sampling.cache import (
     EIGHT_BITS,
@@ -137,6 +137,7 @@ def extend(
     query: Queries,
     key: NewHeads,
     value: NewHeads,
+    sinks: Sinks = None,
     *,
     dtype: str,
     window: int = 0,
@@ -184,9 +185,12 @@ def extend(
         new_specs.append(pl.BlockSpec((1, heads, 2, LANES), at_slot))
         pool_specs.append(pl.BlockSpec((1, heads, 2, LANES), partial(at_new, lanes=True)))
         scratch.append(pltpu.VMEM((2, heads, 2, block), jnp.float32))
+    if sinks is not None:
+        news.insert(0, sinks.reshape(kv_heads, group, 1))
+        new_specs.insert(0, pl.BlockSpec((heads, group, 1), lambda part, *_: (part, 0, 0)))
     first_pool = 6 + len(news)
     attended, *grown = pl.pallas_call(
-        partial(_kernel, heads=heads, page_tokens=page_tokens, pools=len(pools), window=window, cap=cap),
+        partial(_kernel, heads=heads, page_tokens=page_tokens, pools=len(pools), has_sinks=sinks is not None, window=window, cap=cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(parts, count[0]),
@@ -227,12 +231,14 @@ def extend(
 
 def _kernel(
     slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int,
-    window: int, cap: float | None,
+    has_sinks: bool, window: int, cap: float | None,
 ) -> None:  # fmt: skip
     """Computes one block of one slot. `out`, `top` and `total` store the slot's running softmax. `tiles` store the rows and scales with its new token.
 
     `pages` are buffers with room for two blocks: the current block, and the next block, which is transferred meanwhile.
+    The first of `refs` are the sinks if there are any.
     """
+    sinks, refs = refs[:has_sinks], refs[has_sinks:]
     (new, *new_scales), sources, refs = refs[:pools], refs[pools : 2 * pools], refs[2 * pools :]
     out, tiles, (top, total, arrived, *pages) = refs[0], refs[1 : 1 + pools], refs[1 + pools :]
     part, step = pl.program_id(0), pl.program_id(1)
@@ -309,7 +315,8 @@ def _kernel(
 
     @pl.when(index == length // block)
     def _end() -> None:
-        out[0] = out[0] / total[...]
+        # If the sink is far above all scores, the exponential is infinite, and the output 0.
+        out[0] = out[0] / sum((jnp.exp(sink[...] - top[...]) for sink in sinks), total[...])
         offset = length - index * block
         for axis, (tile, own) in enumerate(zip(tiles, (new, *new_scales), strict=True)):
             size = tile.shape[2 + axis]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 import dapo_jax
 from dapo_jax.environments import Context
@@ -167,3 +168,30 @@ def test_tools_are_refused_if_the_template_does_not_show_them(tools):
     tokenizer = HuggingFaceTokenizer(files_of(template=f"{tools}{{{{ m.content }}}}{{% endfor %}}"))
     with pytest.raises(LostError, match="`tools`"):
         Rendering(tokenizer=tokenizer).context_ids(Context([ASKED], tools=[{"type": "function"}]))
+
+
+CALLED = (
+    "{% set last = namespace(name=none) %}{% for m in messages %}{% if m.tool_calls is defined %}{% set f = m.tool_calls[0].function %}{% set last.name = f.name %}"
+    "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>{% elif m.role == 'tool' %}"
+    "{% if last.name is none %}{{ raise_exception('a result needs a call') }}{% endif %}"
+    "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}<|start|>assistant"
+)  # fmt: skip
+"""Our own template in the format of gpt-oss."""
+
+
+@pytest.mark.parametrize("end", ["<|call|>", ""])
+def test_a_result_follows_its_call_if_the_template_needs_the_call(end):
+    made = Tokenizer.from_str(byte_level_json())
+    marks = ("<|start|>", "<|end|>", "<|call|>", "<|channel|>", "<|message|>", "<|constrain|>")
+    made.add_special_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    tokenizer = HuggingFaceTokenizer(files_of(made.to_str(), template=CALLED))
+    turn = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}" + end
+    ids = np.array(made.encode(turn, add_special_tokens=False).ids, np.int32)
+    result = {"role": "tool", "name": "add", "content": "4<|end|>"}
+    found = Rendering(tokenizer=tokenizer).ids([result], after=ids)
+    expected = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"4<|end|>"<|end|><|start|>assistant'
+    assert tokenizer.spelled(found) == ("" if end else "<|call|>") + expected
+    assert (found == made.token_to_id("<|end|>")).sum() == 1, "a result has no special tokens"
+    with pytest.raises(LostError, match="a result needs a call"):
+        Rendering(tokenizer=tokenizer).ids([ASKED, result], after=ids)

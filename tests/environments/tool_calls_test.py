@@ -88,6 +88,9 @@ FAMILIES = {
     "glm 4": ("", "{{ f.name }}\n{{ f.arguments | tojson }}", None, ""),
     "olmo 3": ("<function_calls>\n", "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
                "{{ ', ' if not loop.last }}{% endfor %})", "\n", "\n</function_calls>"),
+    "gpt-oss": ("", "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>", "", ""),
+    "gpt-oss as it writes": ("<|channel|>analysis<|message|>to=functions.find is<|end|>", "<|start|>assistant<|channel|>commentary to=functions.{{ f.name }} "
+        "<|constrain|>json<|message|>{{ f.arguments | tojson }}<|call|>", "", ""),
     "functiongemma": ("", "{% macro w(v) %}{% if v is string %}<escape>{{ v }}<escape>{% elif v is mapping %}{{ '{' }}"
         "{% for k, x in v.items() %}{{ k }}:{{ w(x) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% elif v is sequence %}["
         "{% for x in v %}{{ w(x) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"

@@ -112,7 +112,7 @@ BLOCKS = np.array([[1] * 5 + [2] * 6 + [3] * 9 + [4] * 4 + [0] * 6, [1] * 17 + [
 """Two rows of 30 tokens, in blocks of 4. In the first row, segments 2 and 3 follow segment 1; in the second row, no segment follows another."""
 
 
-def by_blocks_and_whole(monkeypatch, *, first=0, window=None, cap=None, dtype="float32", part=30):
+def by_blocks_and_whole(monkeypatch, *, first=0, window=None, cap=None, sinks=None, dtype="float32", part=30):
     """Returns the outputs and the gradients of a row's queries from column `first` on, with blocks of 4 and with row_attention's plain form."""
     monkeypatch.setattr(attention, "SMALLEST_BLOCK", 4)
     rng = np.random.default_rng(7)
@@ -135,10 +135,12 @@ def by_blocks_and_whole(monkeypatch, *, first=0, window=None, cap=None, dtype="f
 
     def both(by_blocks):
         def loss(*parts):
-            out = attention.row_attention(*parts, *ids, **how, by_blocks=by_blocks) * real
+            given = dict(zip(("sinks",), parts[3:], strict=False))
+            out = attention.row_attention(*parts[:3], *ids, **how, **given, by_blocks=by_blocks) * real
             return (out * along).sum(), out
 
-        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(query[..., cut], key, value)
+        parts = query[..., cut], key, value, *([] if sinks is None else [jnp.asarray(sinks)])
+        grads, out = jax.jit(jax.grad(loss, argnums=range(len(parts)), has_aux=True))(*parts)
         return out, *grads
 
     return both(True), both(False)
@@ -147,7 +149,7 @@ def by_blocks_and_whole(monkeypatch, *, first=0, window=None, cap=None, dtype="f
 @pytest.mark.parametrize(
     "case",
     [{}, {"window": 3}, {"window": 0}, {"cap": 0.5}, {"window": 6, "cap": 1.0, "dtype": "bfloat16"},
-     {"first": 10, "part": 10, "window": 5}, {"first": 15, "part": 15}],
+     {"first": 10, "part": 10, "window": 5}, {"first": 15, "part": 15}, {"window": 3, "sinks": [0.5, -1.0, 3.0, 0.0]}],
     ids=str,
 )  # fmt: skip
 def test_attention_by_blocks_has_the_results_and_gradients_of_whole_rows(case, monkeypatch):

@@ -115,14 +115,19 @@ def both(packed, width, dtype, seed=0, window=0):
         for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
 
+    if window:
+        parts.append(jnp.linspace(-1.0, 3.0, HEADS))
+
     def by_cudnn(*parts):
-        return cudnn.packed_attention(*parts, ids, prefixes, window=window, dtype=dtype)
+        how = {"window": window, "dtype": dtype, "sinks": parts[3] if window else None}
+        return cudnn.packed_attention(*parts[:3], ids, prefixes, **how)
 
     near = (jnp.int32(window), jnp.asarray(positions_of(*packed)))
 
     def plainly(*parts):
-        flat = (part.reshape(*part.shape[:2], -1) for part in parts)
-        return jnp.where(real, causal_attention(*flat, ids, prefixes, near=near).reshape(parts[0].shape), 0)
+        flat = (part.reshape(*part.shape[:2], -1) for part in parts[:3])
+        how = {"near": near, "sinks": parts[3] if window else None}
+        return jnp.where(real, causal_attention(*flat, ids, prefixes, **how).reshape(parts[0].shape), 0)
 
     def all_of(attention):
         out, back = jax.vjp(attention, *parts)

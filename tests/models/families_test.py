@@ -101,7 +101,7 @@ def test_null_means_absent():
         ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, "rope_type 'ntk'.* default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "lacks the key 'factor', .* 'linear'"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "mrope_section": [1]}}, r"mrope_section=\[1\]"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "truncate=False .* 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "truncate": False}}, "truncate=False .* 'linear'"),
         ({"rope_scaling": {"type": "llama3", "factor": 0.5}}, "config.json: .*factor"),
         ({"hidden_size": ...}, "config.json lacks the key 'hidden_size'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),

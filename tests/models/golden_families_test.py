@@ -135,7 +135,8 @@ def stored_gradient(config, gradients, key):
     """The gradient that the file has under `key`. In transformers, each layer's experts are one array."""
     name = key.removeprefix("grad.").removeprefix("replay_grad.").removeprefix("language_model.")
     layer, *inner = name.removeprefix("layers.").split(".")
-    if config.experts and inner[-2] in ("experts", "gate", "router"):
+    fused = config.experts and not config.experts.biases
+    if fused and inner[-2] in ("experts", "gate", "router"):
         stack, index = config.places[int(layer)]
         leaf = {"down_proj": "down", "up_proj": "up", "weight": "router"}[inner[-1]]
         return np.asarray(nnx.to_pure_dict(gradients)[stack][leaf][index])
@@ -270,6 +271,7 @@ MOE = (
     "nemotron_h",
     "nemotron_h_latent",
     "granite_hybrid",
+    "gpt_oss",
 )
 # Slow: compiles the gradient or the logits of each family. The first family has the same code, and the test of logits has all of them.
 FIRST_MOE = [pytest.param(name, marks=[] if name == MOE[0] else pytest.mark.slow) for name in MOE]
@@ -479,15 +481,18 @@ def test_missing_and_additional_experts_are_refused_by_tensor(name, tmp_path):
     config = read_config(FOLDERS[name])
     tensors = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(config).items()}
     expert = "model.layers.1.mlp.experts.5.up_proj.weight"
-    fused = "model.layers.1.block_sparse_moe.output_linear.weight"
-    absent = fused if name == "granitemoe" else expert
+    fused = {
+        "granitemoe": "model.layers.1.block_sparse_moe.output_linear.weight",
+        "gpt_oss": "model.layers.1.mlp.experts.gate_up_proj_bias",
+    }
+    absent = fused.get(name, expert)
     save_file({key: value for key, value in tensors.items() if key != absent}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"lacks the tensor '{absent}'"):
         checked(config, SafetensorsFolder(tmp_path))
     save_file(tensors, tmp_path / "model.safetensors")
     more = {key.replace("experts.5", "experts.8"): value for key, value in tensors.items()}
     save_file(tensors | more, tmp_path / "model.safetensors")
-    if name != "granitemoe":
+    if name not in fused:
         with pytest.raises(
             ValueError, match=r"has the tensors .*experts\.8\.down_proj.*not part of this model"
         ):
@@ -506,6 +511,11 @@ def test_adapters_of_experts_are_refused():
 def plain(config, **changes):
     """The configuration with the scaling of all rotations, or other parts of them, left out."""
     return {"ropes": tuple(rope and replace(rope, **changes) for rope in config.ropes)}
+
+
+def scaled(config, **changes):
+    """The configuration with another scaling of its rotation."""
+    return plain(config, scaling=replace(config.ropes[0].scaling, **changes))
 
 
 def of_experts(**changes):
@@ -537,6 +547,10 @@ LEFT_OUT = {
     "qwen3_5": [{"norm_offset": 0.0}, lambda config: plain(config, share=1.0)],
     "qwen3_5_moe": [of_experts(shared_dim=0, shared_gate=False), of_experts(shared_gate=False), of_experts(normalize=False)],
     "qwen3_next": [of_experts(normalize=False)],
+    "gpt_oss": [
+        {"sinks": False}, {"windows": ()}, {"qkv_bias": False}, {"output_bias": False}, of_experts(biases=False), {"gate_limit": 100.0},
+        {"gate_alpha": 1.0}, lambda config: scaled(config, truncate=True), lambda config: scaled(config, attention_factor=1.0),
+    ],
     "olmoe": [of_experts(normalize=True), of_experts(chosen=2), {"qk_norm": "none"}, {"clip_qkv": None}],
     "granitemoe": [
         of_experts(normalize=False), {"embed_scale": 1.0}, {"query_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0},

@@ -58,6 +58,7 @@ def test_blocks_of_wide_heads_have_fewer_tokens(head_dim, block):
 
 
 MASKS = [{}, {"window": 70}, {"window": 130, "cap": 1.0}]
+SINKS = jnp.linspace(-1.0, 3.0, HEADS)
 """Rows have two blocks of 128 tokens. The segments of the first row are cut by the windows, too."""
 
 
@@ -83,18 +84,24 @@ def test_gradients_through_splash_attention_are_those_of_plain_attention(interpr
     near = (jnp.int32(masks["window"]), columns) if masks else None
     along = inputs("bfloat16", seed=1)[0]
 
+    parts = *parts, SINKS
+
     def by_splash(*parts):
-        return (splash_attention(kernel, *parts, segment_ids, segment_ids, dtype="bfloat16") * along).sum()
+        how = {"sinks": parts[3], "dtype": "bfloat16"}
+        return (splash_attention(kernel, *parts[:3], segment_ids, segment_ids, **how) * along).sum()
 
     def plainly(*parts):
+        *parts, sinks = parts
         joined = (part.reshape(*part.shape[:2], -1) for part in parts)
         return (
-            causal_attention(*joined, segment_ids, near=near, cap=masks.get("cap")).reshape(along.shape)
+            causal_attention(*joined, segment_ids, near=near, cap=masks.get("cap"), sinks=sinks).reshape(
+                along.shape
+            )
             * along
         ).sum()
 
-    found = jax.jit(jax.grad(by_splash, (0, 1, 2)))(*parts)
+    found = jax.jit(jax.grad(by_splash, (0, 1, 2, 3)))(*parts)
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(jax.grad(plainly, (0, 1, 2)))(*parts)
+        expected = jax.jit(jax.grad(plainly, (0, 1, 2, 3)))(*parts)
     for one, other in zip(found, expected, strict=True):
         assert np.linalg.norm(np.asarray(one - other)) < 2**-6 * np.linalg.norm(np.asarray(other))

@@ -45,7 +45,7 @@ EVERY_SWITCH = tiny_decoder_config(
     layers=3, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm="all", norm_place="both", norm_offset=1.0,
     windows=(6, 0, 6), ropes=(Rope(theta=100.0), None), rope_of_layer=(0, 1, 0), query_scale=0.3, query_growth=(0.1, 8),
     score_cap=5.0, logit_cap=8.0, logit_divisor=1.5, embed_scale=3.0, residual_scale=0.7, activation="gelu_tanh",
-    clip_qkv=1.2, tied_embeddings=False,
+    clip_qkv=1.2, tied_embeddings=False, sinks=True,
 )  # fmt: skip
 """Switches that no single family combines."""
 ROW_TOKENS, ROWS = 32, 8

@@ -31,11 +31,17 @@ SWITCHED = tiny_decoder_config(
     layers=3, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm="all", norm_place="both", norm_offset=1.0,
     windows=(6, 0, 6), ropes=(Rope(theta=100.0), None), rope_of_layer=(0, 1, 0), query_scale=0.3, query_growth=(0.1, 8),
     score_cap=5.0, logit_cap=8.0, logit_divisor=1.5, embed_scale=3.3, residual_scale=0.7, activation="gelu_tanh",
-    clip_qkv=1.2, tied_embeddings=False,
+    clip_qkv=1.2, tied_embeddings=False, sinks=True,
 )  # fmt: skip
 """With every switch of the decoder."""
 EXPERTS = tiny_decoder_config(
-    layers=3, mlps=(Experts(8, 2, normalize=True),), mlp_dim=16, qk_norm="all", tied_embeddings=False
+    layers=3,
+    mlps=(Experts(8, 2, normalize=True, biases=True),),
+    gate_limit=0.5,
+    gate_alpha=1.7,
+    mlp_dim=16,
+    qk_norm="all",
+    tied_embeddings=False,
 )
 SLOTS, CAPACITY, STEPS, EOS = 4, 24, 8, 1
 GREEDY = decoding(temperature=0.0)

@@ -105,12 +105,13 @@ def new_token(slots, heads, kv_heads, head_dim, dtype, seed=1):
     return [part.astype(dtype).astype(jnp.float32) for part in drawn]
 
 
-def attend(query, keys, values, cap=None):
-    """softmax(query keys) values in float64, and the same with absolute values. `cap` caps the scores."""
+def attend(query, keys, values, cap=None, sink=-np.inf):
+    """softmax(query keys) values in float64, and the same with absolute values. `cap` caps the scores. `sink` is the score of a further key, whose value is 0."""
     scores = keys.astype(np.float64) @ query.astype(np.float64)
     scores = scores if cap is None else cap * np.tanh(scores / cap)
-    weights = np.exp(scores - scores.max())
-    weights /= weights.sum()
+    top = max(scores.max(), sink)
+    weights = np.exp(scores - top)
+    weights /= weights.sum() + np.exp(sink - top)
     return weights @ values, weights @ np.abs(values)
 
 
@@ -317,7 +318,7 @@ GPU, TPU = (Mesh(np.array([device]), ("data",)) for device in (Gpu(), Tpu()))
 @pytest.mark.parametrize(
     ("window", "dtype"), [(1, "float32"), (40, "float32"), (400, "float32"), (200, "int8")]
 )
-def test_a_window_and_a_cap_limit_what_a_new_token_attends_to(kind, dtype, window, monkeypatch):
+def test_a_window_a_cap_and_sinks_limit_what_a_new_token_attends_to(kind, dtype, window, monkeypatch):
     """Against attention in float64, in blocks of two pages of 128 tokens.
 
     The windows begin in the first block, at and within pages, and in a later block. All tokens before the window and after the slot's last are NaN, so none of
@@ -335,13 +336,15 @@ def test_a_window_and_a_cap_limit_what_a_new_token_attends_to(kind, dtype, windo
                 token = place * page_tokens + np.arange(page_tokens)
                 there.keys[page, :, (token < first[slot]) | (token >= length)] = np.nan
                 there.values[page, :, (token < first[slot]) | (token >= length)] = np.nan
-    found, keys, values = there.extended((query, key, value), lengths, dtype=dtype, window=window)
+    sinks = [jnp.array([0.5, 4.0])] if window > 1 else []
+    found, keys, values = there.extended((query, key, value, *sinks), lengths, dtype=dtype, window=window)
     scaled = np.asarray(query) * head_dim**-0.5
     for slot, length in enumerate(lengths):
         seen = slice(max(length + 1 - window, 0), length + 1)
         for head in range(2):
             own_keys, own_values = (there.of_slot(array, slot)[0, seen] for array in (keys, values))
-            exact, _ = attend(scaled[head, :, slot], own_keys, own_values, cap=cap)
+            sink = float(sinks[0][head]) if sinks else -np.inf
+            exact, _ = attend(scaled[head, :, slot], own_keys, own_values, cap=cap, sink=sink)
             np.testing.assert_allclose(found[head, :, slot], exact, rtol=0, atol=1e-5)
 
 
