@@ -64,7 +64,7 @@ def test_weights_are_gathered_and_gradients_reduce_scattered():
     assert found["all-reduce"] < 0.02 * found["reduce-scatter"]
 
 
-def test_windows_and_caps_compile_with_rows_over_two_chips():
+def test_windows_caps_and_sinks_compile_with_rows_over_two_chips():
     """Heads of 256, as in Gemma, need smaller blocks. A layer chooses one of two kernels by its window; neither stores scores."""
     mesh, windows = mesh_of("v5p:2x2x1", tensor=2, context=2), (512, 0)
     compiled = compiled_attention(mesh, 4, 2, 8192, head_dim=256, windows=windows, cap=50.0)
@@ -86,25 +86,26 @@ def test_splash_attention_compiles_at_the_longest_rows_of_the_paper(axes):
 
 
 def compiled_attention(mesh, heads, kv_heads, tokens, *, head_dim=128, windows=(), cap=None):
-    """The gradients of attention in one row of `tokens` tokens. If there are `windows`, the program receives the window."""
+    """The gradients of attention in one row of `tokens` tokens. If there are `windows`, the program receives the window, and there are sinks."""
     layout = layout_of(mesh, attention="splash")
-    split = PartitionSpec("tensor", None, "context")
+    split, by_head = PartitionSpec("tensor", None, "context"), PartitionSpec("tensor")
 
     def struct(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    def body(query, key, value, segments, window):
-        near = (window, segments) if windows else None
-        how = {"near": near, "windows": windows, "cap": cap}
+    def body(query, key, value, sinks, segments, window):
+        how = {"near": (window, segments), "sinks": sinks} if windows else {}
+        how |= {"windows": windows, "cap": cap}
         return layout.attend(query, key, value, segments, None, "bfloat16", **how)
 
     def loss(query, key, value, *others):
-        specs = (split, split, split, PartitionSpec(None, "context"), PartitionSpec())
+        specs = (split, split, split, by_head, PartitionSpec(None, "context"), PartitionSpec())
         mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
         return mapped(query, key, value, *others).sum()
 
     query = struct((heads, head_dim, tokens), jnp.float32, split)
     key = struct((kv_heads, head_dim, tokens), jnp.float32, split)
     segments = struct((1, tokens), jnp.int32, PartitionSpec(None, "context"))
-    window = struct((), jnp.int32, PartitionSpec())
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(query, key, key, segments, window).compile()
+    sinks, window = struct((heads,), jnp.float32, by_head), struct((), jnp.int32, PartitionSpec())
+    gradients = jax.jit(jax.grad(loss, argnums=range(4 if windows else 3)))
+    return gradients.lower(query, key, key, sinks, segments, window).compile()

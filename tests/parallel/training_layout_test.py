@@ -193,7 +193,8 @@ def test_every_switch_of_the_decoder_has_the_gradients_of_one_device():
     ids=str,
 )
 def test_experts_over_several_devices_have_the_gradients_of_one_device(count, axes):
-    config = tiny_decoder_config(mlps=(Experts(count, 2, normalize=True),), mlp_dim=16, qk_norm="all")
+    experts = Experts(count, 2, normalize=True, biases=True)
+    config = tiny_decoder_config(mlps=(experts,), gate_limit=0.5, mlp_dim=16, qk_norm="all")
     mesh = make_mesh(**axes)
     split = shardings(shapes_of(config), mesh)["blocks"]["gate"].get_value().spec
     assert tuple(split) == (None, *(("fsdp", "tensor", None) if count == 8 else (None, "tensor", "fsdp")))

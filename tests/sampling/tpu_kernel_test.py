@@ -29,8 +29,8 @@ CASES = [
 ]
 
 
-# (heads, key heads, head_dim, window, cap): Gemma 3 1B, and Gemma 2 2B over 2 devices.
-MASKED_SHAPES = [(4, 1, 256, 512, None), (4, 2, 256, 4096, 50.0)]
+# (heads, key heads, head_dim, window, cap): Gemma 3 1B, Gemma 2 2B over 2 devices, and with sinks, gpt-oss 20B over 4.
+MASKED_SHAPES = [(4, 1, 256, 512, None), (4, 2, 256, 4096, 50.0), (16, 2, 64, 128, None)]
 
 
 @pytest.mark.slow
@@ -53,9 +53,9 @@ def compiles_in_place(chip, shape, dtype, window=0, cap=None):
     where = NamedSharding(mesh, PartitionSpec())
     at_once = tpu_cache.pages_at_once(kv_heads, PAGE, head_dim, dtype)
 
-    def step(layer, tables, lengths, live, query, key, value):
+    def step(layer, tables, lengths, live, *new):
         now = tpu_cache.reading(tables, lengths, live, page_tokens=PAGE, at_once=at_once, windows=(window, 0))
-        return tpu_cache.extend(layer, now, query, key, value, dtype="bfloat16", window=window, cap=cap)
+        return tpu_cache.extend(layer, now, *new, dtype="bfloat16", window=window, cap=cap)
 
     def struct(dims, kind=jnp.float32):
         return jax.ShapeDtypeStruct(dims, kind, sharding=where)
@@ -67,7 +67,7 @@ def compiles_in_place(chip, shape, dtype, window=0, cap=None):
     )
     compiled = jax.jit(mapped, donate_argnums=0).lower(
         layer, struct((SLOTS, TABLE), jnp.int32), struct((SLOTS,), jnp.int32), struct((SLOTS,), bool),
-        struct((heads, head_dim, SLOTS)), *[struct((kv_heads, head_dim, SLOTS))] * 2,
+        struct((heads, head_dim, SLOTS)), *[struct((kv_heads, head_dim, SLOTS))] * 2, *[struct((heads,))] * (window == 128),
     ).compile()  # fmt: skip
     pool = sum(np.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layer))
     memory = compiled.memory_analysis()
