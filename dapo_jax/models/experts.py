@@ -109,12 +109,10 @@ class Experts(Mlp):
                 shape=(count,), axes=("features",), float32=True, is_trained=False, tensor="mlp.gate.e_score_correction_bias"
             )  # fmt: skip
         if self.latent:
-            found["latent_in"] = Parameter(
-                shape=(inner, embed), axes=("features", "embed"), fan_in=embed, tensor="mlp.fc1_latent_proj.weight"
-            )  # fmt: skip
-            found["latent_out"] = Parameter(
-                shape=(embed, inner), axes=("embed", "features"), fan_in=inner, tensor="mlp.fc2_latent_proj.weight"
-            )  # fmt: skip
+            found |= {
+                "latent_in": Parameter(shape=(inner, embed), axes=("features", "embed"), fan_in=embed, tensor="mlp.fc1_latent_proj.weight"),
+                "latent_out": Parameter(shape=(embed, inner), axes=("embed", "features"), fan_in=inner, tensor="mlp.fc2_latent_proj.weight"),
+            }  # fmt: skip
         if self.shared_dim:
             found |= gated_parameters(config, self.shared_dim, "shared_", "mlp.shared_expert.")
         if self.shared_gate:

@@ -400,12 +400,8 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
             raise ValueError(f"{where} lacks the key {key!r}")
         kind = bool if ours == "tied_embeddings" else float if ours == "norm_eps" else int
         sizes[ours] = checked(values, key, kind, where)
-    activation = _ACTIVATIONS[values.get(_activation_key(family), "silu")]
-    found: dict[str, Any] = {
-        "activation": activation,
-        **family.switches,
-        "wrapped": outer is not described,
-    }
+    found: dict[str, Any] = {**family.switches, "wrapped": outer is not described}
+    found["activation"] = _ACTIVATIONS[values.get(_activation_key(family), "silu")]
     for key, ours in _NUMBERS.items():
         if key in family.defaults and values[key] is not None:
             found[ours] = checked(values, key, float, where)

@@ -58,15 +58,15 @@ class Mamba(Recurrent):
         shapes = {**self.sizes, "value_gate": self.sizes["value"], "step": heads}
         axes |= {"value_gate": axes["value"], "step": ("heads",)}
 
-        def filters(name: str) -> Parameter:
-            return Parameter(
-                shape=(*shapes[name], 1, self.taps), axes=(*axes[name], "features", "taps"), fan_in=self.taps, tensor="mamba.conv1d.weight", float32=True,
-            )  # fmt: skip
-
         def of_heads(name: str, start: float | Callable[[Array], Array]) -> Parameter:
             return Parameter(shape=heads, axes=("heads",), start=start, tensor=f"mamba.{name}", float32=True)
 
-        convolved = ("value", "key", "query")
+        filters, biases = {}, {}
+        for name in ("value", "key", "query"):
+            filters[f"{name}_conv"] = Parameter(
+                shape=(*shapes[name], 1, self.taps), axes=(*axes[name], "features", "taps"), fan_in=self.taps, tensor="mamba.conv1d.weight", float32=True,
+            )  # fmt: skip
+            biases[f"{name}_conv_bias"] = Parameter(shape=shapes[name], axes=axes[name], tensor="mamba.conv1d.bias", float32=True)  # fmt: skip
         wide: dict[str, Any] = {"shape": self.sizes["value"], "axes": axes["value"]}
         return {
             **{
@@ -75,13 +75,8 @@ class Mamba(Recurrent):
                 )
                 for name in _INPUTS
             },
-            **{f"{name}_conv": filters(name) for name in convolved},
-            **{
-                f"{name}_conv_bias": Parameter(
-                    shape=shapes[name], axes=axes[name], tensor="mamba.conv1d.bias", float32=True
-                )
-                for name in convolved
-            },
+            **filters,
+            **biases,
             "decay": of_heads("A_log", partial(first_rates, shape=heads)),
             "step_bias": of_heads("dt_bias", partial(first_steps, shape=heads)),
             "skip": of_heads("D", 1.0),

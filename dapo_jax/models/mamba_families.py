@@ -26,17 +26,16 @@ _GRANITE = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state_dim": "
 def _nemotron_layers(values: Mapping[str, Any], fields: Mapping[str, Any], where: object) -> dict[str, Any]:
     """Returns the layers from layers_block_type, or from hybrid_override_pattern (transformers 4). As in transformers, num_hidden_layers has no effect."""
     names, pattern = values["layers_block_type"], values["hybrid_override_pattern"]
-    if names is None and pattern is None:
+    if not (given := names or pattern):
         raise ValueError(f"{where} lacks the key 'layers_block_type' or 'hybrid_override_pattern'")
-    letters = pattern if names is None else "".join(_LETTERS.get(str(name), f"{name}") for name in names)
-    if names is not None and pattern not in (None, letters):
+    letters = [_LETTERS.get(str(kind), str(kind)) for kind in given]
+    if odd := [kind for kind in letters if kind not in _LETTERS.values()]:
+        key, known = "layers_block_type" if names else "hybrid_override_pattern", " or ".join(_LETTERS)
+        raise ValueError(f"{where}: {key} has {odd[0]!r} (only {known}, or their letters, loads)")
+    if pattern not in (None, "".join(letters)):
         raise ValueError(
-            f"{where}: layers_block_type has the pattern {letters!r}, but hybrid_override_pattern is {pattern!r}; keep one"
+            f"{where}: layers_block_type has the pattern {''.join(letters)!r}, but hybrid_override_pattern is {pattern!r}; keep one"
         )
-    if odd := [kind for kind in names or pattern if kind not in (_LETTERS if names else _LETTERS.values())]:
-        known = " or ".join(map(repr, _LETTERS if names else dict.fromkeys(_LETTERS.values())))
-        key = "layers_block_type" if names else "hybrid_override_pattern"
-        raise ValueError(f"{where}: {key} has {odd[0]!r} (only {known} loads)")
     kinds = {
         "M": (Mamba(**{ours: checked(values, key, int, where) for ours, key in _NEMOTRON.items()}), None),
         "*": (ATTENTION, None),
@@ -53,10 +52,8 @@ def _nemotron_keys(config: Any) -> dict[str, Any]:
         for mixer, mlp in zip(config.mixers, config.mlps, strict=True)
     )
     first = {letter: name for name, letter in reversed(_LETTERS.items())}
-    keys: dict[str, Any] = {
-        "layers_block_type": [first[letter] for letter in letters],
-        "hybrid_override_pattern": letters,
-    }
+    keys: dict[str, Any] = {"hybrid_override_pattern": letters}
+    keys["layers_block_type"] = [first[letter] for letter in letters]
     for kind in (*config.mixers, *config.mlps):
         if isinstance(kind, Mamba):
             keys |= {theirs: getattr(kind, ours) for ours, theirs in _NEMOTRON.items()}
@@ -79,10 +76,8 @@ def _granite_layers(values: Mapping[str, Any], fields: Mapping[str, Any], where:
         mamba = Mamba(head_dim=head_dim, **sizes)
         made["mixers"] = tuple(mamba if kind in _MAMBA else ATTENTION for kind in kinds)
     if values["num_local_experts"] != 0:
-        count, chosen = (
-            checked({"num_experts_per_tok": 2, **values}, key, int, where)
-            for key in ("num_local_experts", "num_experts_per_tok")
-        )
+        count = checked(values, "num_local_experts", int, where)
+        chosen = checked({"num_experts_per_tok": 2, **values}, "num_experts_per_tok", int, where)
         made["mlps"] = (Experts(count, chosen, normalize=True, shared_dim=fields["mlp_dim"]),)
         made["mlp_dim"] = checked(values, "intermediate_size", int, where)
     return made
@@ -99,10 +94,7 @@ def _granite_keys(config: Any) -> dict[str, Any]:
     if config.experts is None:
         keys |= {"num_local_experts": 0, "num_experts_per_tok": 0}
     else:
-        keys |= {
-            "intermediate_size": config.mlp_dim,
-            "shared_intermediate_size": config.experts.shared_dim,
-        }
+        keys |= {"intermediate_size": config.mlp_dim, "shared_intermediate_size": config.experts.shared_dim}
     return keys | {"layer_types": [(_MAMBA if mamba else _ATTENTION)[0] for mamba in of_mamba]}
 
 

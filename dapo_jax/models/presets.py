@@ -17,6 +17,7 @@ from dapo_jax.models.experts import Experts
 from dapo_jax.models.gated import GATED, Gated
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.layer_kinds import Fixed, LayerKind, Mixer, Mlp, Paged
+from dapo_jax.models.mamba import Mamba
 from dapo_jax.models.parameters import output_dimensions
 from dapo_jax.models.rope import Rope, RopeScaling
 
@@ -330,6 +331,12 @@ PRESETS: dict[str, DecoderConfig] = {
     "tiny-qwen3.5-moe": replace(
         _QWEN3_5, family="qwen3_5_moe_text", vocab_size=32, embed_dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=64, max_positions=512,
         ropes=(Rope(share=0.25),), mixers=(*[GatedDelta(2, 4, 32, 32)] * 3, ATTENTION), mlps=(Experts(8, 2, normalize=True, shared_dim=64, shared_gate=True),),
+    ),
+    # As small, with Mamba-2, attention or experts in each layer.
+    "tiny-nemotron-h": DecoderConfig(
+        family="nemotron_h", vocab_size=32, embed_dim=128, layers=6, heads=4, kv_heads=2, head_dim=32, mlp_dim=128, max_positions=512, ropes=(None,),
+        mlp_gate=False, activation="relu2", mixers=(Mamba(8, 32, 2, 32), None, Mamba(8, 32, 2, 32), None, ATTENTION, None),
+        mlps=(None, Experts(8, 2, normalize=True, shared_dim=128, sigmoid=True, choice_bias=True)),
     ),
     "qwen3.5-35b-a3b": _sized(
         _QWEN3_5, 2048, 40, 16, 512, family="qwen3_5_moe_text", tied_embeddings=False, mixers=(*[GatedDelta(16, 32, 128, 128)] * 3, ATTENTION),

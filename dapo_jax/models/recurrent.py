@@ -94,25 +94,14 @@ class Recurrent(Mixer):
         """Returns the query and the key of the recurrence, after the convolution. `axis` is the axis of a head's dimensions."""
         return query, key
 
-    def change(
-        self,
-        key: Float[Array, "slots key_heads key_dim"],
-        value: Float[Array, "slots key_heads group value_dim"],
-        write: Float[Array, "slots key_heads group"],
-        memory: Float[Array, "slots key_heads group key_dim value_dim"],
-    ) -> Float[Array, "slots key_heads group value_dim"]:
-        """Returns u of one token. `memory` is the state after its decay."""
+    def change(self, key: Array, value: Array, write: Array, memory: Array) -> Array:
+        """Returns u of one token in each slot, like `value` [slots, key_heads, group, value_dim]. `memory` is the state after its decay."""
         return write[..., None] * value
 
-    def system(
-        self,
-        key: Float[Array, "chunks rows key_heads chunk key_dim"],
-        write: Float[Array, "chunks rows key_heads group chunk"],
-        within: Float[Array, "chunks rows key_heads group chunk chunk"],
-    ) -> Array | None:
+    def system(self, key: Array, write: Array, within: Array) -> Array | None:
         """Returns the matrices that map the values of a chunk, without the share of the state before it, to u. None: u does not depend on the state.
 
-        `within` has the decay from the last axis to the axis before it, or 0.
+        `key` and `write` are in chunks, as in `_scanned`. `within` [chunks, rows, key_heads, group, to, from] has the decays between two tokens, or 0.
         """
         return None
 

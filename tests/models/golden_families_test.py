@@ -221,7 +221,9 @@ def test_the_sampler_continues_as_the_trainer_computes(name, cache, width):
     for row, prompt in enumerate(rows_of(name)[0]):
         ours = jax.nn.log_softmax(logits[row, len(prompt) - 1 : len(prompt) - 1 + NEW])
         trained = np.take_along_axis(np.asarray(ours), found["greedy"][row][:, None].astype(np.int32), -1)
-        np.testing.assert_allclose(logprobs[row], trained[:, 0], rtol=0, atol=2e-5)
+        # In float32, logits of Granite's hybrids differ by up to 6.3e-5 from float64, so two orders of sums may differ by more than 2e-5.
+        most = 5e-5 if name.startswith("granite_hybrid") else 2e-5
+        np.testing.assert_allclose(logprobs[row], trained[:, 0], rtol=0, atol=most)
     if cache != "slots":
         return
     for key in (key for key in found if key.endswith(".keys")):

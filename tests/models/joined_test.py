@@ -14,6 +14,7 @@ from dapo_jax.models.decoder import Block
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.joined import joined
 from dapo_jax.models.lora import lora_shape
+from dapo_jax.models.mamba import Mamba
 from dapo_jax.models.projections import rope_tables
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.numerics.quantization import quantized
@@ -33,6 +34,8 @@ KINDS = {
     "adapters": {"lora": LORA},
     "adapters of two matrices": {"lora": lora_shape(rank=2, alpha=8.0, targets=["k_proj", "v_proj"])},
     "delta": DELTA,
+    "mamba": {"mixers": (Mamba(4, 8, 2, 8), ATTENTION)},
+    "mamba with one group": {"mixers": (Mamba(4, 8, 1, 8), ATTENTION)},
 }
 
 
