@@ -1,7 +1,7 @@
 """The mixer with attention: queries, keys and values with rotary embedding, whose keys and values are cached in pages."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,16 +23,29 @@ _INPUTS = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class Attention(Mixer):
-    """Causal attention. Its sizes and options are fields of `Architecture`."""
+    """Causal attention. Its options are fields of `Architecture`, and so are its sizes if they are 0 here."""
+
+    kv_heads: int = 0
+    head_dim: int = 0
+    is_near: bool = False
+    """Whether the layer has a window, if layers with and without a window are different kinds."""
+    value_norm: bool = False
+    """Whether values are normalized over each head, without weights (Gemma 4)."""
+    keys_are_values: bool = False
+    """Whether values are the keys before their norm and rotation. Then there is no matrix for values."""
+    shares: bool = False
+    """Whether the layer has only queries, and reads the keys and values of its `source`."""
 
     stack = "blocks"
     group = "attention"
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
-        embed, dim = config.embed_dim, config.head_dim
-        heads, kv_heads = ("heads", config.heads), ("kv_heads", config.kv_heads)
-        of_inputs = {"query": heads, "key": kv_heads, "value": kv_heads}
+        embed, (kv_heads, dim) = config.embed_dim, self._sizes(config)
+        of_inputs = {
+            name: ("heads", config.heads) if name == "query" else ("kv_heads", kv_heads)
+            for name in self._inputs
+        }
         found = {
             name: Parameter(
                 shape=(count, dim * (1 + config.attention_gate) if name == "query" else dim, embed), axes=(axis, "head_dim", "embed"),
@@ -54,7 +67,9 @@ class Attention(Mixer):
             found["output_bias"] = Parameter(
                 shape=(embed,), axes=("features",), tensor="self_attn.o_proj.bias"
             )
-        for name, (axis, count) in list(of_inputs.items())[:2] if config.qk_norm != "none" else ():
+        for name, (axis, count) in of_inputs.items() if config.qk_norm != "none" else ():
+            if name == "value":
+                continue
             tensor = f"self_attn.{name[0]}_norm.weight"
             if config.qk_norm == "head":
                 found[f"{name}_norm"] = norm(config, dim, tensor=tensor)
@@ -69,7 +84,7 @@ class Attention(Mixer):
     ) -> tuple[Float[Array, "features tokens"], Any]:
         query, key, value, gate = self._queries_keys_values(layer, x, rope)
         sinks = [rounded(layer.sinks[...], layer.compute_dtype)] if layer.config.sinks else []
-        out, kept = attend(query, key, value, *sinks)
+        out, kept = attend(query, *(() if self.shares else (key, value, *sinks)))
         out = out if gate is None else out * jax.nn.sigmoid(gate)
         return out.reshape(-1, out.shape[2]), kept
 
@@ -78,59 +93,83 @@ class Attention(Mixer):
         same: dict[str, Any] = {"windows": config.windows, "cap": config.score_cap}
         same["sequences"] = rows.layout.sequences(*segments)
 
-        def attend(
-            query: Array, key: Array, value: Array, sinks: Sinks = None, *, window: Array | None = None
-        ) -> tuple[Array, None]:
-            near: Any = {"near": None if window is None else (window, rows.positions), "sinks": sinks}
-            return rows.layout.attend(query, key, value, *segments, rows.dtype, **near, **same), None
+        def attend(query: Array, *own: Any, window: Array | None = None, shared: Any = ()) -> Any:
+            key, value, *sinks = *shared, *own
+            how: dict[str, Any] = {"near": None if window is None else (window, rows.positions)}
+            how |= {"sinks": sinks[0]} if sinks else {}
+            return rows.layout.attend(query, key, value, *segments, rows.dtype, **how, **same), (key, value)
 
         return attend
 
     def prefill(self, config: Architecture, part: PrefillPart, **data: Any) -> Attend:
         how: dict[str, Any] = {"cap": config.score_cap, "dtype": part.dtype}
 
-        def whole(query: Array, key: Array, value: Array, sinks: Sinks = None) -> tuple[Array, Any]:
-            near = (data["window"], part.positions) if data else None
-            attended = causal_attention(query, key, value, part.segment_ids, near=near, sinks=sinks, **how)
-            return attended, part.store(key, value, len(part.segment_ids))
+        def whole(
+            query: Array, key: Array | None = None, value: Any = None, sinks: Sinks = None
+        ) -> tuple[Array, Any]:
+            near, (keys, values) = (data["window"], part.positions) if data else None, part.before or (key, value)
+            attended = causal_attention(query, keys, values, part.segment_ids, near=near, sinks=sinks, **how)
+            return attended, None if key is None else part.store(keys, values, len(part.segment_ids))
 
-        def chunk(query: Array, key: Array, value: Array, sinks: Sinks = None) -> tuple[Array, Any]:
-            keys, values = (
-                lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), part.start, axis=2)
-                for buffer, new in zip(part.before, (key, value), strict=True)
-            )
+        def chunk(
+            query: Array, key: Array | None = None, value: Any = None, sinks: Sinks = None
+        ) -> tuple[Array, Any]:
+            keys, values = part.before
+            if key is not None:
+                keys, values = (
+                    lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), part.start, axis=2)
+                    for buffer, new in zip(part.before, (key, value), strict=True)
+                )
             out = part_attention(query, keys, values, part.start, sinks=sinks, **data, **how)
-            return out, (keys, values)
+            return out, None if key is None else (keys, values)
 
-        return whole if part.before is None else chunk
+        return chunk if part.is_chunk else whole
 
     def step(self, config: Architecture, step: DecodingStep, **data: Any) -> Attend:
         return partial(step.extend, step.state, **data)
 
-    def state(self, config: Architecture, layer: int) -> Paged:
-        return Paged(config.kv_heads, config.head_dim, config.windows[layer] if config.windows else 0)
+    def state(self, config: Architecture, layer: int) -> Paged | None:
+        window = config.windows[layer] if config.windows else 0
+        return None if self.shares else Paged(*self._sizes(config), window)
+
+    @property
+    def source(self) -> Mixer | None:
+        return replace(self, shares=False) if self.shares else None
+
+    def _sizes(self, config: Architecture) -> tuple[int, int]:
+        """Returns the number of key heads and the number of dimensions of a head."""
+        return self.kv_heads or config.kv_heads, self.head_dim or config.head_dim
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        """The names of the matrices that multiply the layer's input."""
+        return _INPUTS[: 1 if self.shares else 2 if self.keys_are_values else 3]
 
     def data(self, config: Architecture) -> Mapping[str, tuple[int, ...]]:
         return {"window": config.windows} if config.windows else {}
 
     def flops(self, config: Architecture, *, decoding: bool) -> tuple[int, int]:
         """Each pair requires one product with a key and one with a value in every head."""
-        return 0, 4 * config.heads * config.head_dim
+        return 0, 4 * config.heads * self._sizes(config)[1]
 
     def _queries_keys_values(
         self, layer: Projections, x: Float[Array, "embed tokens"], rope: RopeTables
     ) -> tuple[
-        Float[Array, "heads dim tokens"], Float[Array, "kv dim tokens"], Float[Array, "kv dim tokens"],
+        Float[Array, "heads dim tokens"], Float[Array, "kv dim tokens"] | Any, Float[Array, "kv dim tokens"] | Any,
         Float[Array, "heads dim tokens"] | None,
     ]:  # fmt: skip
-        """Returns queries, keys, values, and the gate before its sigmoid if there is one. RoPE is applied to queries and keys."""
+        """Returns queries, keys, values (None if they are shared), and the gate before its sigmoid if there is one. RoPE is applied to queries and keys."""
         config = layer.config
-        query, key, value = layer.project(_INPUTS, x)
+        query, *own = layer.project(self._inputs, x)
         query, gate = jnp.split(query, 2, axis=1) if config.attention_gate else (query, None)
         if config.qkv_bias:
-            query, key, value = (
-                part + layer.bias(name) for part, name in zip((query, key, value), _INPUTS, strict=True)
+            query, *own = (
+                part + layer.bias(name) for part, name in zip((query, *own), self._inputs, strict=True)
             )
+        key, value = (*own, *own)[:2] if own else (None, None)
+        if self.value_norm and value is not None:
+            per_head = jax.vmap(rms_norm, in_axes=(0, None, None))
+            value = per_head(value, jnp.ones(value.shape[1]), config.norm_eps)
         normed = partial(_heads_normed, layer)
         if config.qk_norm != "none" and not config.qk_norm_after_rope:
             variable: Any = getattr(layer, _INPUTS[0])
@@ -141,20 +180,22 @@ class Attention(Mixer):
                 query, key = normed(query, key)
         if (most := config.clip_qkv) is not None:
             query, key, value = (jnp.clip(part, -most, most) for part in (query, key, value))
-        query, key = rotary(query, rope), rotary(key, rope)
+        query, key = (part if part is None else rotary(part, rope) for part in (query, key))
         if config.qk_norm_after_rope:
             query, key = normed(query, key)
         if config.query_growth is not None:
             query = query * rope[2][None]
         if config.query_scale is not None:
             # Attention divides by the square root of head_dim.
-            query = query * (config.query_scale * config.head_dim**0.5)
+            query = query * (config.query_scale * query.shape[1] ** 0.5)
         return query, key, value, gate
 
 
-def _heads_normed(layer: Any, query: Array, key: Array, *, together: bool = False) -> tuple[Array, Array]:
+def _heads_normed(layer: Any, query: Array, key: Array | None, *, together: bool = False) -> Any:
     """Normalizes queries and keys. `together`: one kernel of a GPU computes the sums of all heads. Several devices would have to exchange heads."""
     config = layer.config
+    if key is None:
+        return _normed(layer, query, layer.query_norm, config.heads), None
     if not together or config.qk_norm != "head":
         return _normed(layer, query, layer.query_norm, config.heads), _normed(
             layer, key, layer.key_norm, config.kv_heads

@@ -97,7 +97,7 @@ def two_ropes(
     values: Mapping[str, Any], described: Mapping[str, Any], family: Family, sizes: Mapping[str, Any], where: object
 ) -> tuple[Rope, Rope]:  # fmt: skip
     """Returns the rotations of layers without and with a window."""
-    nested = _settings(described, "rope_parameters", where)
+    nested = _settings(described, "rope_parameters", where) or family.defaults.get("rope_parameters", {})
     if not any(isinstance(part, Mapping) for part in nested.values()):
         full = rope_of(described, family, sizes, where)[0]
         if "rope_local_base_freq" in values:
@@ -144,7 +144,8 @@ def rope_of(
     rope = found[0]
     kind = str(rope["rope_type"])
     by_alpha = "alpha" in family.defaults and kind == "dynamic"
-    if kind != "default" and kind not in _SCALING_KINDS and not by_alpha:
+    proportional = "global_head_dim" in family.defaults and kind == "proportional"
+    if kind != "default" and kind not in _SCALING_KINDS and not by_alpha and not proportional:
         raise ValueError(f"{where}: rope_type {kind!r} is not one of default, {', '.join(_SCALING_KINDS)}")
     # config.json may contain the original context length even if its type of scaling does not use it.
     known = {*(_ALPHA_KEYS if by_alpha else _SCALING_KINDS.get(kind, ())), *_MEANINGLESS, *_NEUTRAL}
@@ -152,10 +153,12 @@ def rope_of(
     known |= {key for key in ("llama_4_scaling_beta",) if key in family.defaults}
     reads = {*family.defaults, *_SCALING_KINDS.get(kind, ())}
     neutral = {key: value for key, value in _NEUTRAL.items() if key not in reads}
+    if proportional:
+        known, neutral = known | {"factor"}, {"factor": 1.0}
     for key, value in rope.items():
         if key not in known or value != neutral.get(key, value):
             raise ValueError(f"{where}: {key}={value!r} with rope_type {kind!r} is not supported")
-    needed = {"default": (), "dynamic": ("alpha",), "longrope": ("short_factor", "long_factor")}.get(
+    needed = {"default": (), "proportional": (), "dynamic": ("alpha",), "longrope": ("short_factor", "long_factor")}.get(
         kind, ("factor",)
     )
     for key in needed:
@@ -169,7 +172,7 @@ def rope_of(
         raise ValueError(f"{where}: partial_rotary_factor is {share:g}; it must be at most 1, the whole head")
     if by_alpha:
         theta *= checked(rope, "alpha", float, where) ** (sizes["head_dim"] / (sizes["head_dim"] - 2))
-    made = Rope(theta=theta, share=share)
+    made = Rope(theta=theta, share=share, proportional=proportional)
     return replace(made, scaling=_scaling(rope, sizes, made.width(sizes["head_dim"]), where)), rope
 
 

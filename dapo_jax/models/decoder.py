@@ -65,33 +65,31 @@ class Block(Projections):
                     setattr(self, part, variable)
 
     def __call__(
-        self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend | None, routes: Integer[Array, "tokens chosen"] | None = None
+        self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend | None, routes: Integer[Array, "tokens chosen"] | None = None,
+        inputs: Float[Array, "features part"] | None = None,
     ) -> tuple[Float[Array, "embed part"], Any, Int[Array, "tokens chosen"] | None]:  # fmt: skip
         """Returns the layer's output, the second result of `attend`, and the MLP's own choice of experts (None if there are no experts).
 
-        `rope` contains the RoPE tables for the tokens' positions. A layer without a mixer has no `attend`. `routes` contains the experts to use, or `NO_ROUTE` for the router's own choice.
+        `rope` contains the RoPE tables for the tokens' positions. A layer without a mixer has no `attend`. `routes` contains the experts to use, or `NO_ROUTE` for the router's own choice. `inputs` contains
+        the layer's own embeddings of the tokens, if it has any.
         """
         (mixer, mlp), kept, own = (self.kind.mixer, self.kind.mlp), None, None
-        before, after = self.config.norm_place != "outputs", self.config.norm_place != "inputs"
-
-        def added(x: Array, name: str, norm: str, product: Array) -> Array:
-            """Adds a product, with its bias and its norm, to the residual stream."""
-            change = self.layout.outer(product, dtype=self.compute_dtype)
-            if hasattr(self, f"{name}_bias"):
-                change = change + self.bias(name)
-            if after:
-                change = self.normed(norm, change)
-            return x + (change if self.config.residual_scale == 1.0 else change * self.config.residual_scale)
-
         if mixer is not None and attend is not None:
-            normed = self.normed("attention_norm", x) if before else x
+            normed = self.normed("attention_norm", x) if self.config.norm_place != "outputs" else x
             mixed, kept = mixer.mix(self, self.layout.inner(normed, dtype=self.compute_dtype), rope, attend)
-            x = added(x, "output", "attention_out_norm", *self.project(("output",), mixed))
+            x = self.added(x, "output", "attention_out_norm", *self.project(("output",), mixed))
         if mlp is not None:
-            normed = self.normed("mlp_norm", x) if before else x
-            product, own = mlp.apply(self, normed, routes)
-            x = added(x, "down", "mlp_out_norm", product)
+            x, own = mlp.add(self, x, routes, inputs)
         return x, kept, own
+
+    def added(self, x: Array, name: str, norm: str, product: Array) -> Array:
+        """Adds a product, with its bias and its norm, to the residual stream."""
+        change = self.layout.outer(product, dtype=self.compute_dtype)
+        if hasattr(self, f"{name}_bias"):
+            change = change + self.bias(name)
+        if self.config.norm_place != "inputs":
+            change = self.normed(norm, change)
+        return x + (change if self.config.residual_scale == 1.0 else change * self.config.residual_scale)
 
 
 def end_parameters(config: DecoderConfig) -> dict[str, Parameter]:
@@ -101,16 +99,27 @@ def end_parameters(config: DecoderConfig) -> dict[str, Parameter]:
         "axes": ("vocab", "embed"),
         "fan_in": config.embed_dim,
     }
-    return {
+    found = {
         "embedding": Parameter(**table, tensor="model.embed_tokens.weight"),
         "final_norm": norm(config, config.embed_dim, tensor="model.norm.weight"),
         **({} if config.tied_embeddings else {"lm_head": Parameter(**table, tensor="lm_head.weight")}),
     }  # fmt: skip
+    if dim := config.layer_embed_dim:
+        wide = config.layers * dim
+        table["shape"] = config.vocab_rows, wide
+        found |= {
+            "layer_embedding": Parameter(**table, tensor="model.embed_tokens_per_layer.weight"),
+            "layer_projection": Parameter(
+                shape=(wide, config.embed_dim), axes=("features", "embed"), fan_in=config.embed_dim, tensor="model.per_layer_model_projection.weight"
+            ),
+            "layer_projection_norm": norm(config, dim, tensor="model.per_layer_projection_norm.weight"),
+        }  # fmt: skip
+    return found
 
 
 def _table(rngs: nnx.Rngs, config: DecoderConfig, parameter: Parameter) -> nnx.Param[Array]:
     """Returns an embedding table with one row per vocabulary entry. The initial values do not depend on the number of padding rows."""
-    table: Any = replace(parameter, shape=(config.vocab_size, config.embed_dim)).variable(rngs)
+    table: Any = replace(parameter, shape=(config.vocab_size, parameter.shape[1])).variable(rngs)
     return table.replace(jnp.pad(table[...], ((0, config.vocab_rows - config.vocab_size), (0, 0))))
 
 
@@ -120,6 +129,9 @@ class EmbeddingAndHead(nnx.Module):
     embedding: nnx.Param[Array]
     final_norm: nnx.Param[Array]
     lm_head: nnx.Param[Array]
+    layer_embedding: nnx.Param[Array]
+    layer_projection: nnx.Param[Array]
+    layer_projection_norm: nnx.Param[Array]
 
     def __init__(
         self,
@@ -136,12 +148,29 @@ class EmbeddingAndHead(nnx.Module):
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "embed part"]:
         """Returns the embeddings of `tokens`, which are the initial residual stream."""
-        table = self.embedding[...]
+        return self._looked_up(self.embedding[...], tokens, self.config.embed_scale)
+
+    def layer_inputs(
+        self, tokens: Int[Array, " tokens"], x: Float[Array, "embed part"]
+    ) -> Float[Array, "layers dim part"] | None:
+        """Returns the embeddings of `tokens` for each layer, to which a projection of the initial residual stream `x` is added, or None if the decoder has none."""
+        if not (dim := self.config.layer_embed_dim):
+            return None
+        found = self._looked_up(self.layer_embedding[...], tokens, dim**0.5)
+        sharding = self.layout.weight_sharding(("features", "embed"))
+        made = product("oi,it->ot", self.layer_projection[...], x, self.compute_dtype, sharding)
+        made, found = (part.reshape(self.config.layers, dim, -1) for part in (made, found))
+        weight = with_offset(self.config, self.layer_projection_norm[...])
+        per_layer = jax.vmap(rms_norm, in_axes=(0, None, None))
+        normed = per_layer(made * self.config.embed_dim**-0.5, weight, self.config.norm_eps)
+        return (normed + found) * 0.5**0.5
+
+    def _looked_up(self, table: Any, tokens: Int[Array, " tokens"], scale: float) -> Array:
+        """Returns the rows `tokens` of a table, multiplied by `scale`."""
         if isinstance(table, Quantized):
             found = rounded(table.rows(tokens), self.compute_dtype).T
         else:
             found = self.layout.lookup(table, tokens, self.compute_dtype)
-        scale = self.config.embed_scale
         return found if scale == 1.0 else found * rounded(jnp.float32(scale), self.compute_dtype)
 
     def unembedding(self) -> Float[Array, "vocab embed"] | Quantized:
@@ -226,6 +255,8 @@ class Decoder(nnx.Module):
             return {"flipped": (~kept).astype(jnp.int32), "load": hits.sum((0, 1), dtype=jnp.int32)}
 
         rows = TrainingRows(segment_ids, prefix_ids, positions, layout, dtype)
+        sources = dict.fromkeys(mixer.source for mixer in config.mixers if mixer and mixer.source)
+        handed_on = {mixer: number for number, mixer in enumerate(sources)}
 
         def scanned(stack: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             """Returns a function that applies a layer of this stack, and its arguments for each layer, to scan."""
@@ -238,32 +269,39 @@ class Decoder(nnx.Module):
             def chosen(at: int) -> nnx.State:
                 return jax.tree.map(lambda arrays: as_stored(arrays[at]), apart, is_leaf=_is_tuple)
 
-            def layer(x: Array, given: tuple[Any, ...]) -> tuple[Array, dict[str, Array] | None]:
-                index, turn, data, weights, forced = given
+            reads, writes = handed_on.get(mixer and mixer.source), handed_on.get(mixer)
+
+            def layer(carry: _Carry, given: tuple[Any, ...]) -> tuple[_Carry, dict[str, Array] | None]:
+                (x, handed), (index, turn, data, weights, forced, own_inputs) = carry, given
                 if apart:
                     weights = nnx.merge_state(
                         weights, jax.lax.switch(index, [partial(chosen, at) for at in range(len(layers))])
                     )
                 rope = tables[0] if turn is None else tuple(table[turn] for table in tables)
                 how = partial(attend, **data) if data else attend
-                x, _, own = nnx.merge(graph, weights)(x, rope, how, forced)
-                return x, None if own is None else counted(own, forced)
+                how = how if reads is None else partial(how, shared=handed[reads])
+                x, kept, own = nnx.merge(graph, weights)(x, rope, how, forced, own_inputs)
+                handed = handed if writes is None else {**handed, writes: kept}
+                return (x, handed), None if own is None else counted(own, forced)
 
             # Without `jax.checkpoint`, the scan would store a copy of each chosen layer's weights for the backward pass.
             if self.remat != "none" or apart:
                 layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
             index = jnp.arange(len(layers), dtype=jnp.int32) if apart else None
-            if routes is None or layers[0] not in config.routed:
-                return layer, (index, *numbers[stack], stacked, None)
-            forced = [config.routed.index(at) for at in layers]
-            of_stack = routes if len(forced) == len(routes) else routes[np.array(forced)]
-            return layer, (index, *numbers[stack], stacked, of_stack)
+            of_stack, own_inputs = None, None if inputs is None else inputs[np.array(layers)]
+            if routes is not None and layers[0] in config.routed:
+                forced = [config.routed.index(at) for at in layers]
+                of_stack = routes if len(forced) == len(routes) else routes[np.array(forced)]
+            return layer, (index, *numbers[stack], stacked, of_stack, own_inputs)
 
         # With a single token axis, the backward pass on CPU is 1.6 times as fast as with two axes.
         x = self.ends.embed(tokens.reshape(-1))
+        inputs = self.ends.layer_inputs(tokens.reshape(-1), x)
         if routes is not None:
             routes = routes.reshape(-1, *routes.shape[2:]).transpose(1, 0, 2)
-        x, counts = _over_periods(x, config.periods, {stack: scanned(stack) for stack in config.stacks})
+        stacks = {stack: scanned(stack) for stack in config.stacks}
+        writers = [stack for stack, kind in config.stacks.items() if kind.mixer in handed_on]
+        x, counts = _over_periods(x, config.periods, stacks, writers)
         hidden = self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
         if not counts:
             return hidden
@@ -294,8 +332,28 @@ def _by_period(leaf: Array, count: int) -> Array:
     return leaf.reshape(-1, count, *leaf.shape[1:])
 
 
+_Carry = tuple[Array, dict[int, Any]]
+"""The residual stream, and keys and values that later layers read."""
+
+
+def _scanned(
+    layer: Callable[..., Any], carry: _Carry, given: Any, *, writes: bool
+) -> tuple[_Carry, dict[str, Array] | None]:
+    """Scans layers. Only if they write keys and values for later layers, these are carried. Otherwise, the backward pass would store a copy for each layer."""
+    if writes:
+        return jax.lax.scan(layer, carry, given)
+
+    def one(x: Array, given: Any) -> tuple[Array, Any]:
+        (x, _), made = layer((x, carry[1]), given)
+        return x, made
+
+    x, made = jax.lax.scan(one, carry[0], given)
+    return (x, carry[1]), made
+
+
 def _over_periods(
-    x: Array, periods: Sequence[tuple[tuple[str, ...], int]], stacks: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+    x: Array, periods: Sequence[tuple[tuple[str, ...], int]], stacks: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]],
+    writers: Sequence[str],
 ) -> tuple[Array, dict[str, Any]]:  # fmt: skip
     """Applies all layers.
 
@@ -303,15 +361,21 @@ def _over_periods(
         x: the residual stream.
         periods: as `DecoderConfig.periods`.
         stacks: the function of each stack, and its arguments for each layer.
+        writers: the stacks whose keys and values later layers read.
 
     Returns:
         The residual stream, and the second results of the functions by stack, with one entry per layer. Stacks without second results are missing.
     """
-    counts = {}
+    counts, handed = {}, {}
+    for layer, arguments in (stacks[name] for name in writers):
+        first = jax.eval_shape(lambda x, given, layer=layer: layer((x, {}), jax.tree.map(lambda leaf: leaf[0], given)), x, arguments)
+        handed |= jax.tree.map(lambda made: jnp.zeros(made.shape, made.dtype), first[0][1])
+    carry = x, handed
     for period, _ in periods:
+        writes = not set(period).isdisjoint(writers)
         if len(set(period)) == 1:
             layer, arguments = stacks[period[0]]
-            x, of_stacks = jax.lax.scan(layer, x, arguments)
+            carry, of_stacks = _scanned(layer, carry, arguments, writes=writes)
             of_stacks = {period[0]: of_stacks}
         else:
             of_period = {
@@ -320,23 +384,23 @@ def _over_periods(
             }
 
             def one_period(
-                x: Array, given: dict[str, Any], period: tuple[str, ...] = period
-            ) -> tuple[Array, dict[str, Any]]:
+                carry: _Carry, given: dict[str, Any], period: tuple[str, ...] = period
+            ) -> tuple[_Carry, dict[str, Any]]:
                 taken, made = dict.fromkeys(given, 0), {name: [] for name in given}
                 for name, run in groupby(period):
                     first, taken[name] = taken[name], taken[name] + len(list(run))
                     part = jax.tree.map(lambda leaf, cut=slice(first, taken[name]): leaf[cut], given[name])
-                    x, counted = jax.lax.scan(stacks[name][0], x, part)
+                    carry, counted = _scanned(stacks[name][0], carry, part, writes=name in writers)
                     made[name].append(counted)
-                return x, {
+                return carry, {
                     name: jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
                     for name, parts in made.items()
                 }
 
-            x, of_stacks = jax.lax.scan(one_period, x, of_period)
+            carry, of_stacks = _scanned(one_period, carry, of_period, writes=writes)
             of_stacks = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_stacks)
         counts |= {name: counted for name, counted in of_stacks.items() if counted is not None}
-    return x, counts
+    return carry[0], counts
 
 
 def _block(config: DecoderConfig, kind: LayerKind, rngs: nnx.Rngs, **how: Any) -> Block:

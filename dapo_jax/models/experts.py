@@ -51,6 +51,8 @@ class Experts(Mlp):
     """Factor of the outputs of the chosen experts, which is applied after `normalize`."""
     groups: int = 1
     """Number of groups of consecutive experts. A token chooses experts from some of the groups."""
+    expert_scale: bool = False
+    """Whether the factor of each expert is multiplied by a trained number, after `normalize` (Gemma 4)."""
     chosen_groups: int = 1
     """Number of groups from which a token chooses. The score of a group is the sum of its two largest scores."""
     latent: int = 0
@@ -113,6 +115,8 @@ class Experts(Mlp):
                 "latent_in": Parameter(shape=(inner, embed), axes=("features", "embed"), fan_in=embed, tensor="mlp.fc1_latent_proj.weight"),
                 "latent_out": Parameter(shape=(embed, inner), axes=("embed", "features"), fan_in=inner, tensor="mlp.fc2_latent_proj.weight"),
             }  # fmt: skip
+        if self.expert_scale:
+            found["expert_scale"] = Parameter(shape=(count,), axes=("features",), start=1.0, float32=True)
         if self.shared_dim:
             found |= gated_parameters(config, self.shared_dim, "shared_", "mlp.shared_expert.")
         if self.shared_gate:
@@ -121,21 +125,29 @@ class Experts(Mlp):
             )
         return found
 
+    @property
+    def experts(self) -> "Experts":
+        return self
+
     def apply(
-        self, layer: Any, x: Float[Array, "embed part"], routes: Integer[Array, "tokens chosen"] | None
-    ) -> tuple[Float[Array, "embed tokens"], Int[Array, "tokens chosen"] | None]:
+        self, layer: Any, x: Float[Array, "embed part"], routes: Integer[Array, "tokens chosen"] | None, read: Float[Array, "embed part"] | None = None,
+    ) -> tuple[Float[Array, "embed tokens"], Int[Array, "tokens chosen"] | None]:  # fmt: skip
+        """Implements `Mlp.apply`. The router reads `read` if it is given, otherwise `x`."""
         dtype, layout = layer.compute_dtype, layer.layout
+        read = x if read is None else read
         # Scores are in float32, whatever the compute dtype is, because the choice must not depend on rounding.
         wide = np.promote_types(dtype, np.float32)
 
         def scores(name: str) -> Array:
-            operands = getattr(layer, name)[...].astype(wide), x.astype(wide)
+            operands = getattr(layer, name)[...].astype(wide), read.astype(wide)
             made = jnp.einsum("ei,it->et", *operands, precision=lax.Precision.HIGHEST)
             made = made + layer.router_bias[...].astype(wide)[:, None] if self.biases else made
             return layout.inner(made, "float32")
 
         bias = layer.choice_bias[...] if self.choice_bias else None
         own, used, factors = chosen(scores("router"), self, routes, bias)
+        if self.expert_scale:
+            factors = factors * layer.expert_scale[...][used]
         config, hidden = layer.config, hidden_of(layer.config)
         names = *inputs_of(config), "down"
         matrices = tuple(getattr(layer, name)[...] for name in names)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from dapo_jax.models import gemma4
 from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.config_json import (
     ORIGINAL_LENGTH,
@@ -40,6 +41,10 @@ _GEMMA = {
 }  # fmt: skip
 _GEMMA_SWITCHES = {"norm_place": "both", "norm_offset": 1.0}
 _GEMMA_NORMS = {**_OUTPUT_NORMS, "mlp_norm": "pre_feedforward_layernorm.weight"}
+_GEMMA4: dict[str, Any] = {
+    "full_every": 6, "two_ropes": True, "ignored": ("hidden_act",), "read": gemma4.read, "write": gemma4.write,
+    "switches": {"norm_place": "both", "qk_norm": "head", "query_scale": 1.0}, "tensors": _GEMMA_NORMS,
+}  # fmt: skip
 _GRANITE = {
     "embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
 }  # fmt: skip
@@ -108,6 +113,10 @@ FAMILIES: Mapping[str, Family] = {
             "rope_local_base_freq": 1e4, "sliding_window_pattern": 6,
         },
         switches={**_GEMMA_SWITCHES, "qk_norm": "head"}, tensors=_GEMMA_NORMS,
+    ),
+    "gemma4_text": Family(architecture="Gemma4ForCausalLM", defaults=gemma4.DEFAULTS, **_GEMMA4),
+    "gemma4_unified_text": Family(
+        architecture="Gemma4UnifiedForCausalLM", defaults=gemma4.UNIFIED, **_GEMMA4
     ),
     "granite": Family(architecture="GraniteForCausalLM", defaults=_GRANITE),
     "seed_oss": Family(
@@ -193,6 +202,8 @@ FAMILIES: Mapping[str, Family] = {
 
 WRAPPED = {
     "gemma3": ("Gemma3ForConditionalGeneration", ("gemma3_text",)),
+    "gemma4": ("Gemma4ForConditionalGeneration", ("gemma4_text",)),
+    "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",)),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",)),
     "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),

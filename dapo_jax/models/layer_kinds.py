@@ -68,12 +68,14 @@ class PrefillPart:
     last: Int[Array, " prompts"]
     """Flat indices of the last token of each prompt."""
     before: Any
-    """For a chunk, the state before it (for a `Paged` state, two arrays [kv_heads, head_dim, room]), otherwise None."""
+    """For a chunk, the state before it (for a `Paged` state, two arrays [kv_heads, head_dim, room]), otherwise None. For a mixer with a `source`, the keys and
+    values of that layer: of all rows, or for a chunk, of the sequence up to the end of the chunk."""
     start: Int[Array, ""]
     """For a chunk, the number of tokens before it."""
     store: Callable[[Array, Array, int], Any]
     """Converts keys and values [kv_heads, head_dim, tokens] of some rows to the layout of the cache."""
     dtype: str
+    is_chunk: bool
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class DecodingStep:
     live: Array
     """[slots], whether each slot processes a token. The states of other slots must not change."""
     extend: Callable[..., tuple[Array, Any]]
-    """Appends keys and values to a cache and attends to it. The arguments are cache, query, key, value, and `window` and the like."""
+    """Appends keys and values to a cache and attends to it. The arguments are cache, query, key, value, and `window` and the like. A mixer with a `source` has
+    no key and value."""
 
 
 class Mixer(ABC):
@@ -120,8 +123,13 @@ class Mixer(ABC):
         """Returns the function for one token of each slot. Its second result is the new state."""
 
     @abstractmethod
-    def state(self, config: Architecture, layer: int) -> Paged | Fixed:
-        """Returns the form of the state of a layer."""
+    def state(self, config: Architecture, layer: int) -> Paged | Fixed | None:
+        """Returns the form of the state of a layer, or None if it reads the state of an earlier layer."""
+
+    @property
+    def source(self) -> "Mixer | None":
+        """The mixer whose keys and values this mixer reads, in the last layer before it with that mixer. None: it has its own."""
+        return None
 
     def data(self, config: Architecture) -> Mapping[str, tuple[int, ...]]:
         """Returns numbers for each layer of the decoder. Layers that differ only in these numbers share a stack."""
@@ -140,6 +148,8 @@ class Mlp(ABC):
     group: ClassVar[str] = ""
     targets: ClassVar[tuple[str, ...]] = ()
     """The names of its adapted matrices (see `Mixer`)."""
+    experts = None
+    """The experts of this MLP (`experts.Experts`), or None."""
 
     @abstractmethod
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
@@ -156,6 +166,18 @@ class Mlp(ABC):
 
         `routes` contains choices to use, or `NO_ROUTE` for its own choice.
         """
+
+    def add(
+        self,
+        layer: Any,
+        x: Float[Array, "embed part"],
+        routes: Integer[Array, "tokens chosen"] | None,
+        inputs: Float[Array, "features part"] | None,
+    ) -> tuple[Float[Array, "embed part"], Int[Array, "tokens chosen"] | None]:
+        """Returns the residual stream after the MLP, and the second result of `apply`. `inputs` are the layer's own embeddings, if there are any."""
+        normed = layer.normed("mlp_norm", x) if layer.config.norm_place != "outputs" else x
+        product, own = self.apply(layer, normed, routes)
+        return layer.added(x, "down", "mlp_out_norm", product), own
 
     def used(self, tokens: int | float) -> int | float:
         """Returns the share of the parameters with the axis `experts` that `tokens` tokens use."""

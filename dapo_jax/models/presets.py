@@ -42,10 +42,13 @@ class DecoderConfig(Architecture):
             object.__setattr__(self, name, tuple(islice(cycle(given), self.layers)))
         if (alone := LayerKind(None, None)) in self.kinds:
             raise ValueError(f"layer {self.kinds.index(alone)} has neither a mixer nor an MLP")
-        if len({(mlp.count, mlp.chosen) for mlp in self.mlps if isinstance(mlp, Experts)}) > 1:
+        if len({(mlp.count, mlp.chosen) for mlp in self._all_experts if mlp}) > 1:
             raise ValueError(
                 "all layers with experts must have the same number of experts and choose the same number for a token"
             )
+        if None in self.sources:
+            layer = self.sources.index(None)
+            raise ValueError(f"layer {layer} reads the keys of an earlier layer, but no layer before it has the mixer {self.mixers[layer] and self.mixers[layer].source}")
         if not self.paged:
             raise ValueError(f"a decoder must have at least one layer with attention, found {self.mixers}")
         if self.lora is not None:
@@ -161,12 +164,17 @@ class DecoderConfig(Architecture):
     @cached_property
     def experts(self) -> Experts | None:
         """The experts of a layer that has experts, or None if there are none."""
-        return next((mlp for mlp in self.mlps if isinstance(mlp, Experts)), None)
+        return next(filter(None, self._all_experts), None)
+
+    @cached_property
+    def _all_experts(self) -> tuple[Experts | None, ...]:
+        """The experts of each layer."""
+        return tuple(mlp and mlp.experts for mlp in self.mlps)
 
     @cached_property
     def routed(self) -> tuple[int, ...]:
         """The layers with experts."""
-        return tuple(layer for layer, mlp in enumerate(self.mlps) if isinstance(mlp, Experts))
+        return tuple(layer for layer, experts in enumerate(self._all_experts) if experts)
 
     @property
     def routes(self) -> tuple[tuple[int, int], str] | None:
@@ -188,6 +196,17 @@ class DecoderConfig(Architecture):
             None if kind.mixer is None else kind.mixer.state(self, layer)
             for layer, kind in enumerate(self.kinds)
         )
+
+    @cached_property
+    def sources(self) -> tuple[int | None, ...]:
+        """For each layer, the layer whose keys and values it reads: itself, or an earlier layer (see `Mixer.source`). None if there is no such layer."""
+
+        def source(layer: int) -> int | None:
+            if (mixer := self.mixers[layer]) is None or (wanted := mixer.source) is None:
+                return layer
+            return max((at for at in range(layer) if self.mixers[at] == wanted), default=None)
+
+        return tuple(map(source, range(self.layers)))
 
     @property
     def paged(self) -> tuple[Paged, ...]:
@@ -217,6 +236,7 @@ class DecoderConfig(Architecture):
     def parameters(self) -> int:
         """Number of parameters, excluding adapters and vocabulary padding."""
         ends = (self.vocab_size * (1 if self.tied_embeddings else 2) + 1) * self.embed_dim
+        ends += self.layer_embed_dim * (self.layers * (self.vocab_size + self.embed_dim) + 1)
         return ends + self.of_all_layers(
             lambda kind: sum(each.size for each in kind.parameters(self).values())
         )

@@ -18,7 +18,7 @@ from dapo_jax.models.architecture import LORA_PARTS, Architecture
 from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.joined import split
 from dapo_jax.models.parameters import output_dimensions
-from dapo_jax.models.rope import RopeTables, rope_frequencies
+from dapo_jax.models.rope import RopeTables
 from dapo_jax.numerics.precision import product, rounded
 
 
@@ -32,7 +32,7 @@ def rms_norm(
 
 
 def rope_tables(positions: Int[Array, " tokens"], config: Architecture) -> tuple[RopeTables, ...]:
-    """Returns the tables of each rotation in `config.ropes` for the given positions."""
+    """Returns the tables of each rotation in `config.ropes` for the given positions. All have the size of the widest, with angles of 0 at the end."""
     width = max(rope.width(config.head_dim) if rope else 2 for rope in config.ropes)
     growth: RopeTables = ()
     if config.query_growth is not None:
@@ -41,8 +41,9 @@ def rope_tables(positions: Int[Array, " tokens"], config: Architecture) -> tuple
     tables = []
     for rope in config.ropes:
         # Without a rotation, the angles are 0, which is exact.
-        still = np.zeros(width // 2, np.float32)
-        frequencies = still if rope is None else rope_frequencies(width, rope.theta, rope.scaling)
+        frequencies = np.zeros(width // 2, np.float32)
+        if rope is not None:
+            frequencies[: rope.width(config.head_dim) // 2] = rope.frequencies(config.head_dim)
         angles = jnp.asarray(frequencies)[:, None] * positions.astype(jnp.float32)[None]
         amplitude = rope.scaling.amplitude if rope and rope.scaling else 1.0
         tables.append((jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude, *growth))
@@ -52,8 +53,9 @@ def rope_tables(positions: Int[Array, " tokens"], config: Architecture) -> tuple
 def rotary(
     x: Float[Array, "heads head_dim tokens"], rope: RopeTables
 ) -> Float[Array, "heads head_dim tokens"]:
-    """Applies rotary position embedding (Su et al. 2021). As in Llama, dimension i is paired with dimension i + rotated / 2. Other dimensions pass unchanged."""
-    cos, sin = (part[None] for part in rope[:2])
+    """Applies rotary position embedding (Su et al. 2021). As in Llama, dimension i is paired with dimension i + rotated / 2. Other dimensions pass unchanged.
+    Tables for wider heads have further rows, which are not used."""
+    cos, sin = (part[None, : x.shape[1] // 2] for part in rope[:2])
     rotated, wide = 2 * cos.shape[1], x.astype(jnp.float32)
     first, second = jnp.split(wide[:, :rotated], 2, axis=1)
     rest = [] if rotated == x.shape[1] else [wide[:, rotated:]]

@@ -76,10 +76,21 @@ class Rope:
     """Scaling of the angles for long contexts. If None, angles are not scaled."""
     share: float = 1.0
     """Share of each head's dimensions that are rotated, from the first on. The others pass unchanged."""
+    proportional: bool = False
+    """Whether `share` is the share of pairs that are rotated, of the pairs of dimension i and i + head_dim / 2. Others have the frequency 0 (Gemma 4)."""
+    head_dim: int = 0
+    """Number of dimensions of a head, if it differs from the decoder's."""
 
     def width(self, head_dim: int) -> int:
         """Returns the number of rotated dimensions of a head."""
-        return int(head_dim * self.share)
+        head_dim = self.head_dim or head_dim
+        return head_dim if self.proportional else int(head_dim * self.share)
+
+    def frequencies(self, head_dim: int) -> Float32[np.ndarray, " half"]:
+        """Returns the frequency of each pair of rotated dimensions."""
+        found = rope_frequencies(width := self.width(head_dim), self.theta, self.scaling)
+        rotated = int(self.share * width // 2) if self.proportional else len(found)
+        return np.where(np.arange(len(found)) < rotated, found, np.float32(0.0))
 
 
 def rope_frequencies(
