@@ -368,7 +368,11 @@ def _over_periods(
     """
     counts, handed = {}, {}
     for layer, arguments in (stacks[name] for name in writers):
-        first = jax.eval_shape(lambda x, given, layer=layer: layer((x, {}), jax.tree.map(lambda leaf: leaf[0], given)), x, arguments)
+        first = jax.eval_shape(
+            lambda x, given, layer=layer: layer((x, {}), jax.tree.map(lambda leaf: leaf[0], given)),
+            x,
+            arguments,
+        )
         handed |= jax.tree.map(lambda made: jnp.zeros(made.shape, made.dtype), first[0][1])
     carry = x, handed
     for period, _ in periods:

@@ -66,7 +66,10 @@ class Gemma4Mlp(Mlp):
             found |= {f"{name}_norm": norm(config, embed, tensor=f"{theirs}.weight") for name, theirs in norms.items()}  # fmt: skip
         if own:
             found["layer_gate"] = Parameter(
-                shape=(own, embed), axes=("features", "embed"), fan_in=embed, tensor="per_layer_input_gate.weight"
+                shape=(own, embed),
+                axes=("features", "embed"),
+                fan_in=embed,
+                tensor="per_layer_input_gate.weight",
             )
             found["layer_output"] = Parameter(
                 shape=(embed, own), axes=("embed", "features"), fan_in=own * 2 * config.layers, tensor="per_layer_projection.weight"

@@ -48,7 +48,9 @@ class DecoderConfig(Architecture):
             )
         if None in self.sources:
             layer = self.sources.index(None)
-            raise ValueError(f"layer {layer} reads the keys of an earlier layer, but no layer before it has the mixer {self.mixers[layer] and self.mixers[layer].source}")
+            raise ValueError(
+                f"layer {layer} reads the keys of an earlier layer, but no layer before it has the mixer {self.mixers[layer] and self.mixers[layer].source}"
+            )
         if not self.paged:
             raise ValueError(f"a decoder must have at least one layer with attention, found {self.mixers}")
         if self.lora is not None:
@@ -207,6 +209,10 @@ class DecoderConfig(Architecture):
             return max((at for at in range(layer) if self.mixers[at] == wanted), default=None)
 
         return tuple(map(source, range(self.layers)))
+
+    def layers_with(self, kind: type) -> list[int]:
+        """Returns the layers that have a state of this kind, `Paged` or `Fixed`."""
+        return [layer for layer, state in enumerate(self.states) if isinstance(state, kind)]
 
     @property
     def paged(self) -> tuple[Paged, ...]:

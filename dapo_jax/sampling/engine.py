@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from dapo_jax.dapo.tokens import NO_ROUTE
 from dapo_jax.models.decoder import Block, EmbeddingAndHead
-from dapo_jax.models.layer_kinds import DecodingStep, Paged
+from dapo_jax.models.layer_kinds import DecodingStep, Fixed, Paged
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.projections import rope_tables
 from dapo_jax.models.rope import RopeTables
@@ -540,30 +540,38 @@ class DecoderEngine:
         outer = nnx.merge(self._ends, params["ends"])
         config = self._config
         ropes = jax.tree.map(lambda part: part[:, state.lengths], rope)
-        x, chosen = outer.embed(tokens), []
+        x, chosen, news = outer.embed(tokens), [], dict[int, tuple[Array, ...]]()
+        inputs = outer.layer_inputs(tokens, x)
         steps = [self._cache.reading(table, state.lengths, drawing) for table in tables]
 
-        def extend(table: int, layer: Any, *heads: Array, **data: int) -> tuple[Array, Any]:
-            return self._cache.extend(layer, steps[table], *heads, **data)
+        def extend(index: int, layer: Any, query: Array, *heads: Array, **data: int) -> tuple[Array, Any]:
+            # A layer that reads the cache of an earlier layer writes that layer's new keys and values again, which changes nothing.
+            news[index] = heads or news[index]
+            return self._cache.extend(layer, steps[tables_of[index]], query, *news[index], **data)
 
-        states, grown, table_of = (iter(state.layers), iter(state.states)), ([], []), iter(self._tables)
-        for index, (weights, form) in enumerate(zip(params["layers"], config.states, strict=True)):
-            stack, is_fixed = config.places[index][0], not isinstance(form, Paged)
-            mixer, before = config.stacks[stack].mixer, None if form is None else next(states[is_fixed])
-            append = extend if is_fixed else partial(extend, next(table_of))
-            step = DecodingStep(before, drawing, append)
+        held = [
+            dict(zip(config.layers_with(kind), of_kind, strict=True))
+            for kind, of_kind in ((Paged, state.layers), (Fixed, state.states))
+        ]
+        tables_of = dict(zip(held[0], self._tables, strict=True))
+        for index, weights in enumerate(params["layers"]):
+            (stack, _), source = config.places[index], config.sources[index]
+            mixer, form = config.stacks[stack].mixer, config.states[source]
+            states = held[isinstance(form, Fixed)]
+            step = DecodingStep(states.get(source), drawing, partial(extend, source))
             attend: Any = mixer and mixer.step(config, step, **config.data(index))
             turn = config.rope_of_layer[index] if config.rope_of_layer else 0
-            x, after, own = nnx.merge(self._graphs[stack], weights)(x, ropes[turn], attend)
+            own_inputs = None if inputs is None else inputs[index]
+            x, after, own = nnx.merge(self._graphs[stack], weights)(x, ropes[turn], attend, None, own_inputs)
             x = lax.with_sharding_constraint(x, self._columns)
             if form is not None:
-                grown[is_fixed].append(after)
+                states[source] = after
             chosen += [] if own is None else [own]
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
         logits = jnp.where(drawing[:, None], logits, state.logits)
-        layers, fixed = map(tuple, grown)
+        layers, fixed = (tuple(states.values()) for states in held)
         state = replace(state, layers=layers, logits=logits, states=fixed)
         if self._routes is None:
             return state, None

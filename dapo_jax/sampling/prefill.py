@@ -93,20 +93,29 @@ class Prefill:
         )
         self._embed = jax.jit(self._embed_program, out_shardings=whole)
 
-        def layer(stack: str, kept: Any) -> Any:
-            program = partial(self._layer_program, stack)
-            return jax.jit(program, donate_argnums=(1, 2), out_shardings=(whole, kept, whole))
+        def layer(stack: str, kept: Any, *, is_chunk: bool) -> Any:
+            program = partial(self._layer_program, stack, is_chunk)
+            # Other layers may read the state of a source, too.
+            owns = (1,) if mixers[stack] and mixers[stack].source else (1, 2)
+            return jax.jit(program, donate_argnums=owns, out_shardings=(whole, kept, whole))
 
+        mixers: dict[str, Any] = {name: kind.mixer for name, kind in config.stacks.items()}
+        sources = {mixer.source for mixer in mixers.values() if mixer} - {None}
+        self._sources = {name for name, mixer in mixers.items() if mixer in sources}
+        """The stacks whose keys and values other layers read. Their programs return them as they are, and `_kept` converts them."""
         self._states = dict(zip((name for name, _ in config.places), config.states, strict=True))
         sharded = {name: buffer if isinstance(state, Paged) else row for name, state in self._states.items()}
-        self._layer = {name: layer(name, row) for name in self._states}
+        self._layer = {
+            name: layer(name, buffer if name in self._sources else row, is_chunk=False)
+            for name in self._states
+        }
         """The program of each stack for rows, and below, the programs for a chunk, for the state before the first chunk, and for the state after the last."""
-        self._part = {name: layer(name, kept) for name, kept in sharded.items()}
+        self._part = {name: layer(name, kept, is_chunk=True) for name, kept in sharded.items()}
         self._empty = {
             name: jax.jit(partial(self._empty_program, state), out_shardings=sharded[name])
             for name, state in self._states.items()
         }
-        self._kept = jax.jit(self._kept_program, out_shardings=row)
+        self._kept = jax.jit(self._kept_program, static_argnums=1, out_shardings=row)
         self._head = jax.jit(self._head_program, out_shardings=whole)
         self._scores = jax.jit(self._scores_program, out_shardings=whole)
         self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
@@ -144,26 +153,33 @@ class Prefill:
             shapes = (rows * width,), (rows, width), (rows * row_prompts,)
             # These arguments are host arrays, so their structs have no sharding.
             tokens, segments, last = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-            x, ropes = self._embed.eval_shape(ends, tokens), self._angles.eval_shape(tokens, self._config)
-            record, kept = self._record(len(tokens)), {}
+            (x, inputs), ropes = (
+                self._embed.eval_shape(ends, tokens),
+                self._angles.eval_shape(tokens, self._config),
+            )
+            record, kept, raw = self._record(len(tokens)), {}, {}
             for stack, weights in of_stack.items():
                 index, suffix = self._config.layers_of(stack)[0], program_suffix(stack)
                 forced = jax.tree.map(
                     lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), self._forced(index, record)
                 )
                 rope, data = self._of_layer(index, ropes)
-                before, layer = None, self._layer[stack]
+                before, layer, source = None, self._layer[stack], self._config.sources[index]
                 if name == "part":
                     before, layer = self._empty[stack].eval_shape(), self._part[stack]
                     made[f"prefill_empty{suffix}"] = self._empty[stack].lower
+                if source != index:
+                    before = raw[self._config.places[source][0]]
                 one = jax.ShapeDtypeStruct((1,), jnp.int32) if name == "part" else last
                 number = jax.ShapeDtypeStruct((), jnp.int32)
-                arguments = weights, x, before, rope, segments, number, data, segments, one
+                arguments = weights, x, before, rope, segments, number, data, segments, one, inputs[index]
                 made[f"prefill_{name}{suffix}"] = partial(layer.lower, *arguments, **forced)
                 _, kept[stack], _ = layer.eval_shape(*arguments, **forced)
-                if name == "part" and isinstance(self._states[stack], Paged):
-                    made[f"prefill_kept{suffix}"] = partial(self._kept.lower, before)
-                    kept[stack] = self._kept.eval_shape(before)
+                raw[stack], is_part = kept[stack], name == "part" and isinstance(self._states[stack], Paged)
+                if is_part or stack in self._sources:
+                    end = "" if is_part else f"_{name}"
+                    made[f"prefill_kept{suffix}{end}"] = partial(self._kept.lower, raw[stack], rows)
+                    kept[stack] = self._kept.eval_shape(raw[stack], rows)
             if name != "part":
                 made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
                 made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
@@ -177,13 +193,23 @@ class Prefill:
         begins = packed.rows * self.shape.width + packed.starts
         forced = self._record(packed.tokens.size, *zip(begins.tolist(), known, strict=False))
         ropes = self._angles(packed.positions.reshape(-1), self._config)
-        x, kept, routes = self._embed(params["ends"], packed.tokens.reshape(-1)), [], []
+        x, inputs = self._embed(params["ends"], packed.tokens.reshape(-1))
+        kept, routes, raw = [], [], dict[int, Any]()
         last = (begins + packed.lengths - 1).astype(np.int32)
         segments, ends = (packed.segment_ids, np.int32(0)), (packed.positions, last)
         for index, weights in enumerate(params["layers"]):
             rope, data = self._of_layer(index, ropes)
-            program, how = self._layer[self._config.places[index][0]], self._forced(index, forced)
-            x, state, own = self._awaited(program(weights, x, None, rope, *segments, data, *ends, **how))
+            stack, how = self._config.places[index][0], self._forced(index, forced)
+            before, program = raw.get(self._config.sources[index]), self._layer[stack]
+            result = program(weights, x, before, rope, *segments, data, *ends, inputs[index], **how)
+            x, state, own = self._awaited(result)
+            if stack in self._sources:
+                raw = {
+                    at: part
+                    for at, part in (raw | {index: state}).items()
+                    if at in self._config.sources[index + 1 :]
+                }
+                state = self._kept(state, len(packed.segment_ids))
             kept.append(state)
             routes += [] if own is None else [own]
         layers, states = self._by_state(kept)
@@ -244,7 +270,7 @@ class Prefill:
             forced = self._record(width, (0, None if known is None else known[start : start + width]))
             positions = np.arange(start, start + width, dtype=np.int32)
             part, following = padded[start : start + width], padded[start + 1 : start + 1 + width]
-            x, ropes = self._embed(params["ends"], part), self._angles(positions, self._config)
+            (x, inputs), ropes = self._embed(params["ends"], part), self._angles(positions, self._config)
             size = min(width, len(prompt) - start)
             real = (np.arange(width)[None] < size).astype(np.int32)
             last[0] = size - 1
@@ -252,7 +278,10 @@ class Prefill:
             for index, weights in enumerate(params["layers"]):
                 rope, data = self._of_layer(index, ropes)
                 program, forced_layer = self._part[self._config.places[index][0]], self._forced(index, forced)
-                result = program(weights, x, buffers[index], rope, *segments, data, *ends, **forced_layer)
+                before = buffers[self._config.sources[index]]
+                result = program(
+                    weights, x, before, rope, *segments, data, *ends, inputs[index], **forced_layer
+                )
                 x, buffers[index], chosen = self._awaited(result)
                 routes[-1] += [] if chosen is None else [chosen]
             if score:
@@ -262,7 +291,7 @@ class Prefill:
         logits = self._head(params["ends"], x, last)
         zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
         pages, states = self._by_state(buffers)
-        layers = tuple(self._kept(buffer) for buffer in pages)
+        layers = tuple(self._kept(buffer, 1) for buffer in pages)
         found = self._recorded(routes, [0], [len(prompt)])
         yield Prefix(
             layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, states=states, routes=found,
@@ -288,26 +317,31 @@ class Prefill:
 
     # The programs below are pure functions of their arguments.
 
-    def _embed_program(self, ends: nnx.State, tokens: Array) -> Array:
-        return nnx.merge(self._ends, ends).embed(tokens)
+    def _embed_program(self, ends: nnx.State, tokens: Array) -> tuple[Array, tuple[Array | None, ...]]:
+        """Returns the embeddings, and each layer's own (None if there are none)."""
+        outer = nnx.merge(self._ends, ends)
+        inputs = outer.layer_inputs(tokens, x := outer.embed(tokens))
+        return x, (None,) * self._config.layers if inputs is None else tuple(inputs)
 
     def _layer_program(
-        self, stack: str, weights: nnx.State, x: Array, before: Any, rope: RopeTables, segment_ids: Array, start: Array, data: dict[str, Array],
-        positions: Array, last: Array, forced: Array | None = None,
+        self, stack: str, is_chunk: bool, weights: nnx.State, x: Array, before: Any, rope: RopeTables, segment_ids: Array, start: Array,
+        data: dict[str, Array], positions: Array, last: Array, inputs: Array | None, forced: Array | None = None,
     ) -> tuple[Array, Any, Array | None]:  # fmt: skip
         """Calls a layer (see `PrefillPart` for the arguments). Returns its output, its new state, and the router's choice if it is recorded."""
         routes, mixer = None if forced is None else choices(forced), self._config.stacks[stack].mixer
 
         def store(keys: Array, values: Array, rows: int) -> Any:
+            if stack in self._sources:
+                return keys, values
             return self._cache.of_rows(keys, values, rows, self._cache_dtype)
 
-        part = PrefillPart(segment_ids, positions, last, before, start, store, self._dtype)
+        part = PrefillPart(segment_ids, positions, last, before, start, store, self._dtype, is_chunk)
         attend: Any = mixer and mixer.prefill(self._config, part, **data)
-        x, kept, own = nnx.merge(self._blocks[stack], weights)(x, rope, attend, routes)
+        x, kept, own = nnx.merge(self._blocks[stack], weights)(x, rope, attend, routes, inputs)
         return x, kept, None if own is None or self._routes is None else own.astype(self._routes[1])
 
-    def _kept_program(self, buffers: tuple[Array, Array]) -> Any:
-        return self._cache.of_rows(*buffers, 1, self._cache_dtype)
+    def _kept_program(self, buffers: tuple[Array, Array], rows: int) -> Any:
+        return self._cache.of_rows(*buffers, rows, self._cache_dtype)
 
     def _head_program(self, ends: nnx.State, x: Array, last: Array) -> Array:
         outer = nnx.merge(self._ends, ends)
