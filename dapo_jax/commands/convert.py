@@ -9,11 +9,11 @@ from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.config.keys import Rules, check_value
 from dapo_jax.models.adapter_folder import is_adapter
 from dapo_jax.models.families import describe
-from dapo_jax.models.folder import CONFIG, read_config, write_model
+from dapo_jax.models.folder import CONFIG, read_config, weights_of, write_model
 from dapo_jax.models.gguf import GgufFile
 from dapo_jax.models.gguf_tokenizer import special_ids, tokenizer_files
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.safetensors_files import SafetensorsFolder, read_json
+from dapo_jax.models.safetensors_files import read_json
 from dapo_jax.models.tensors import Tensor, TensorFile, checked, tensor_shapes
 from dapo_jax.run.policy import find_policy
 from dapo_jax.run.run_dir import checked_folder
@@ -119,7 +119,8 @@ def _converted(
         files = {name: content.encode("utf-8") for name, content in texts.items()}
         described = describe(config, dtype=dtype) | special_ids(gguf.metadata)
     else:
-        config, file = read_config(source), SafetensorsFolder(source)
+        config = read_config(source)
+        file = weights_of(source, config)
         checked(config, file)
         skipped = file.skipped
         files = files_of(source, _COPIED)

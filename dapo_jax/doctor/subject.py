@@ -11,7 +11,7 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.prompts import PromptSource
 from dapo_jax.models.hub import look_up
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.safetensors_files import SafetensorsFolder
+from dapo_jax.models.folder import weights_of
 from dapo_jax.plan.plan import Plan, plan
 from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.prompt_sets import GivenRows, training_prompts, with_template_date
@@ -57,7 +57,7 @@ class Subject:
                 size = 4 * decoder.parameters  # a checkpoint stores float32
             elif folder is not None:
                 # Reading the names and shapes detects missing and truncated files.
-                skipped = SafetensorsFolder(folder).skipped
+                skipped = weights_of(folder, decoder).skipped
                 size = sum(size_of(file) for file in entries(folder) if file.suffix == ".safetensors")
         return decoder, tokenizer, folder, size, skipped
 

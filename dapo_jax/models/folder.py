@@ -23,7 +23,7 @@ from dapo_jax.models.safetensors_files import (
     write_json,
     write_tensors,
 )
-from dapo_jax.models.tensors import ByRows, Tensor, exported, place
+from dapo_jax.models.tensors import ByRows, Tensor, exported, place, unread
 from dapo_jax.storage import path_of
 
 CONFIG = "config.json"
@@ -57,10 +57,15 @@ def load_model(
             the file and the key or tensor.
     """
     config = config or read_config(folder)
-    file = SafetensorsFolder(path_of(folder))
+    file = weights_of(folder, config)
     if file.skipped:
         warnings.warn(f"{file.where}: {file.skipped} {NOT_LOADED}", stacklevel=2)
     return config, place(config, file, shardings=shardings, dtype=dtype, by_rows=by_rows, apart=apart)
+
+
+def weights_of(folder: str | os.PathLike[str], config: DecoderConfig) -> SafetensorsFolder:
+    """Returns the tensors of a folder that the decoder may read. Raises the errors of `SafetensorsFolder`."""
+    return SafetensorsFolder(path_of(folder), unread=unread(config))
 
 
 def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:

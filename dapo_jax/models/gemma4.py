@@ -15,7 +15,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention_mixer import Attention
 from dapo_jax.models.config_json import checked
 from dapo_jax.models.experts import Experts
-from dapo_jax.models.gated import ACTIVATIONS, gated_parameters
+from dapo_jax.models.gated import ACTIVATIONS, gated_parameters, hidden_of, inputs_of
 from dapo_jax.models.layer_kinds import Mlp
 from dapo_jax.models.parameters import Parameter, norm
 from dapo_jax.models.projections import rms_norm
@@ -88,9 +88,9 @@ class Gemma4Mlp(Mlp):
     def apply(
         self, layer: Any, x: Float[Array, "embed part"], routes: Integer[Array, "tokens chosen"] | None
     ) -> tuple[Float[Array, "embed tokens"], None]:
-        gate, up, down = (self._prefix + name for name in ("gate", "up", "down"))
-        first, second = layer.project((gate, up), layer.layout.inner(x, dtype=layer.compute_dtype))
-        return layer.project((down,), ACTIVATIONS[layer.config.activation](first) * second)[0], None
+        config, inner = layer.config, layer.layout.inner(x, dtype=layer.compute_dtype)
+        hidden = hidden_of(config)(*layer.project(inputs_of(config, self._prefix), inner))
+        return layer.project((f"{self._prefix}down",), hidden)[0], None
 
     def add(
         self,
@@ -112,7 +112,7 @@ class Gemma4Mlp(Mlp):
         if inputs is not None:
             gate = ACTIVATIONS[config.activation](layer.project(("layer_gate",), x)[0])
             x = x + layer.normed("layer_out_norm", layer.project(("layer_output",), gate * inputs)[0])
-        return x * jax.lax.stop_gradient(layer.layer_scalar[...]), own
+        return x * jax.lax.stop_gradient(layer.layer_scalar[...])[:, None], own
 
     def used(self, tokens: int | float) -> int | float:
         return self.experts.used(tokens) if self.experts else 1.0

@@ -6,7 +6,7 @@ Local files are memory-mapped. From files in a bucket, only the needed byte rang
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
@@ -101,8 +101,8 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
 class SafetensorsFolder:
     """The tensors of a model folder. Implements `tensors.TensorFile`."""
 
-    def __init__(self, folder: AnyPath, *, single: str = SINGLE) -> None:
-        """Reads the names and shapes of the tensors in the file `single`, or in several files with an index.
+    def __init__(self, folder: AnyPath, *, single: str = SINGLE, unread: Collection[str] = ()) -> None:
+        """Reads the names and shapes of the tensors in the file `single`, or in several files with an index. Tensors whose names are in `unread` are skipped.
 
         Raises:
             ValueError: a file is missing or damaged, or a tensor is not float32, float16 or bfloat16.
@@ -123,7 +123,7 @@ class SafetensorsFolder:
         self._tensors = mxfp4.joined(self._tensors, self.where)
         self._stored = _of_text_model(list(self._tensors))
         self.shapes: Mapping[str, Shape] = {
-            name: self._tensors[stored].shape for name, stored in self._stored.items()
+            name: self._tensors[stored].shape for name, stored in self._stored.items() if name not in unread
         }
         """The shape of every tensor. Of a model for images and text, only the tensors of the text model, with their names in a text model."""
         self.skipped = len(self._tensors) - len(self.shapes)
@@ -138,7 +138,9 @@ class SafetensorsFolder:
             raise ValueError(f"cannot read {name} from {stored.path}: {error}") from error
 
 
-_OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
+_OTHER_PREFIXES = (
+    "vision_tower.", "vision_embedder.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.", "visual.", "mtp.",
+)  # fmt: skip
 """The prefixes of all other tensors in these models, which `model.` may precede."""
 
 

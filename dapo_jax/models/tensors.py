@@ -180,6 +180,17 @@ def _tensors(config: DecoderConfig) -> dict[str, _Tensors]:
     return {stack: _Tensors(config, kind) for stack, kind in config.stacks.items()}
 
 
+def unread(config: DecoderConfig) -> set[str]:
+    """Returns the names of tensors that files may have, although the decoder has no such parameters: the keys and values of layers that read those of an earlier layer."""
+    found = set[str]()
+    for layer, source in enumerate(config.sources):
+        if source not in (layer, None):
+            kinds = replace(config.kinds[layer], mixer=config.mixers[source]), config.kinds[layer]
+            theirs, own = (set(_Tensors(config, kind).parts) for kind in kinds)
+            found |= {_in_layer(config, name, layer) for name in theirs - own}
+    return found
+
+
 def checked(config: DecoderConfig, file: TensorFile) -> None:
     """Checks that `file` contains the decoder's tensors and no others. If it contains both matrices of tied embeddings, they must be equal.
 

@@ -31,7 +31,7 @@ from dapo_jax.models.adapter_folder import read_adapter, save_adapter
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.experts import NO_ROUTE, Experts
 from dapo_jax.models.families import understand
-from dapo_jax.models.folder import load_model, read_config, save_model
+from dapo_jax.models.folder import load_model, read_config, save_model, weights_of
 from dapo_jax.models.layer_kinds import Fixed, Paged
 from dapo_jax.models.lora import lora_shape, parted
 from dapo_jax.models.mamba import Mamba
@@ -134,13 +134,13 @@ def gradients_of(config, params, prompts, sequences, routes=None, **how):
 def stored_gradient(config, gradients, key):
     """The gradient that the file has under `key`. In transformers, each layer's experts are one array."""
     name = key.removeprefix("grad.").removeprefix("replay_grad.").removeprefix("language_model.")
+    tensors = {tensor.name.partition(".")[2]: tensor for tensor in exported(config, gradients)}
     layer, *inner = name.removeprefix("layers.").split(".")
-    fused = config.experts and not config.experts.biases
-    if fused and inner[-2] in ("experts", "gate", "router"):
+    if name not in tensors and inner[-2] in ("experts", "gate", "router"):
         stack, index = config.places[int(layer)]
         leaf = {"down_proj": "down", "up_proj": "up", "weight": "router"}[inner[-1]]
         return np.asarray(nnx.to_pure_dict(gradients)[stack][leaf][index])
-    return {tensor.name.partition(".")[2]: tensor for tensor in exported(config, gradients)}[name].fetch()
+    return tensors[name].fetch()
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -253,7 +253,7 @@ def test_a_loaded_model_is_saved_bit_for_bit(name, tmp_path):
     """The names and bytes of all tensors are those of the source. Of a model for images and text, only the text model is written."""
     config, params = load_model(FOLDERS[name])
     save_model(tmp_path, config, params, max_shard_bytes=100_000)
-    source, saved = SafetensorsFolder(FOLDERS[name]), SafetensorsFolder(tmp_path)
+    source, saved = weights_of(FOLDERS[name], config), SafetensorsFolder(tmp_path)
     assert source.shapes == saved.shapes == tensor_shapes(config)
     for tensor, shape in saved.shapes.items():
         cut = tuple(slice(0, size) for size in shape)
@@ -274,6 +274,7 @@ MOE = (
     "nemotron_h_latent",
     "granite_hybrid",
     "gpt_oss",
+    "gemma4_moe",
 )
 # Slow: compiles the gradient or the logits of each family. The first family has the same code, and the test of logits has all of them.
 FIRST_MOE = [pytest.param(name, marks=[] if name == MOE[0] else pytest.mark.slow) for name in MOE]
@@ -430,7 +431,7 @@ _QKV, _GATE_UP = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp
         ("mistral", {"model.layers.0.self_attn.q_proj.weight_scale_inv": lambda _: np.ones(4, np.float32)}, r"has the tensors \['model.*weight_scale_inv'\]"),
         ("mistral", {"model.layers.0.mlp.up_proj.weight": lambda old: old.astype(np.int8)}, "up_proj.weight has type I8"),
         ("gemma3_wrapped", {"language_model.model.layers.0.mlp.up_proj.weight": None}, "lacks the tensor 'model.layers.0.mlp.up_proj.weight'"),
-        ("gemma3_wrapped", {"audio_tower.weight": lambda _: np.ones(4, np.float32)}, r"has the tensors \['audio_tower.weight'\]"),
+        ("gemma3_wrapped", {"other_tower.weight": lambda _: np.ones(4, np.float32)}, r"has the tensors \['other_tower.weight'\]"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*image encoder")
@@ -527,7 +528,20 @@ def of_experts(**changes):
     }
 
 
+def of_layers(part, **changes):
+    """The configuration with other mixers or MLPs in all layers."""
+    return lambda config: {part: tuple(replace(each, **changes) for each in getattr(config, part))}
+
+
 LEFT_OUT = {
+    "gemma4_e": [
+        of_layers("mixers", value_norm=False), {"layer_embed_dim": 0}, lambda config: plain(config, proportional=False), {"query_scale": None},
+        {"windows": ()}, {"rope_of_layer": ()}, {"logit_cap": None}, {"embed_scale": 1.0}, {"activation": "silu"},
+    ],
+    "gemma4_moe": [
+        lambda config: of_layers("mlps", experts=replace(config.experts, expert_scale=False))(config),
+        lambda config: of_layers("mlps", experts=replace(config.experts, normalize=False))(config),
+    ],
     "mistral": [{"windows": ()}],
     "ministral3": [{"query_growth": None}, lambda config: plain(config, scaling=None)],
     "olmo2": [{"qk_norm": "none"}],

@@ -18,7 +18,7 @@ from dapo_jax.testing import tiny_decoder_config, tiny_params
 from tests.prose import ROOT
 
 NAMES = re.compile(r"gated.?delta|deltanet|mamba|delta_(?:blocks|layers)|linear_attention|\bwindow(?:s|ed)?\b|\bsliding", re.IGNORECASE)  # fmt: skip
-TABLES = {"models/families.py", "models/mamba_families.py", "models/presets.py"}
+TABLES = {"models/families.py", "models/gemma4.py", "models/mamba_families.py", "models/presets.py"}
 OTHERS = {
     "models/architecture.py": "the options of attention",
     "models/attention.py": "attention over rows",
