@@ -9,9 +9,9 @@ from dapo_jax.config.keys import prefixed
 from dapo_jax.config.model_schema import source_parts
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.prompts import PromptSource
+from dapo_jax.models.folder import weights_of
 from dapo_jax.models.hub import look_up
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.folder import weights_of
 from dapo_jax.plan.plan import Plan, plan
 from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.prompt_sets import GivenRows, training_prompts, with_template_date

@@ -148,9 +148,12 @@ class Attention(Mixer):
     def data(self, config: Architecture) -> Mapping[str, tuple[int, ...]]:
         return {"window": config.windows} if config.windows else {}
 
+    def row_dim(self, config: Architecture) -> int:
+        return self._sizes(config)[1]
+
     def flops(self, config: Architecture, *, decoding: bool) -> tuple[int, int]:
         """Each pair requires one product with a key and one with a value in every head."""
-        return 0, 4 * config.heads * self._sizes(config)[1]
+        return 0, 4 * config.heads * self.row_dim(config)
 
     def _queries_keys_values(
         self, layer: Projections, x: Float[Array, "embed tokens"], rope: RopeTables

@@ -336,9 +336,7 @@ _Carry = tuple[Array, dict[int, Any]]
 """The residual stream, and keys and values that later layers read."""
 
 
-def _scanned(
-    layer: Callable[..., Any], carry: _Carry, given: Any, *, writes: bool
-) -> tuple[_Carry, Any]:
+def _scanned(layer: Callable[..., Any], carry: _Carry, given: Any, *, writes: bool) -> tuple[_Carry, Any]:
     """Scans layers. Only if they write keys and values for later layers, these are carried. Otherwise, the backward pass would store a copy for each layer."""
     if writes:
         return jax.lax.scan(layer, carry, given)

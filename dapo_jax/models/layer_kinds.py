@@ -135,6 +135,10 @@ class Mixer(ABC):
         """Returns numbers for each layer of the decoder. Layers that differ only in these numbers share a stack."""
         return {}
 
+    def row_dim(self, config: Architecture) -> int:
+        """Returns the number of dimensions of a head in attention over rows."""
+        return config.head_dim
+
     @abstractmethod
     def flops(self, config: Architecture, *, decoding: bool) -> tuple[int, int]:
         """Returns the operations per token and per pair of a query and a key, without products with parameters."""

@@ -220,6 +220,12 @@ class DecoderConfig(Architecture):
         return tuple(state for state in self.states if isinstance(state, Paged))
 
     @property
+    def read(self) -> tuple[Paged, ...]:
+        """The state in pages that each layer with attention reads. Several layers may read one state."""
+        found = (self.states[source] for source in self.sources if source is not None)
+        return tuple(state for state in found if isinstance(state, Paged))
+
+    @property
     def fixed(self) -> tuple[Fixed, ...]:
         """The states of fixed size, in the order of the layers."""
         return tuple(state for state in self.states if isinstance(state, Fixed))

@@ -121,8 +121,9 @@ class Programs:
         chunks = -(-capacity // width) * width if prefilled > width else 0
         reread = chunks and chunks * each + prefill.row_prompts * decoder.vocab_rows * 4 + fixed
         base = bytes_on_device(transfer.base_shapes, sizes.sampler) if self.decoder.lora else 0
-        # The residual stream and the rotary embedding of one chunk, in float32.
-        flowing = 4 * (decoder.embed_dim + decoder.head_dim) * width
+        # The residual stream, the rotary embedding and the embeddings for each layer of one chunk, in float32.
+        inputs = decoder.layers * decoder.layer_embed_dim
+        flowing = 4 * (decoder.embed_dim + decoder.head_dim + inputs) * width
         tensor = sizes.sampler["tensor"]
         features = sum(-(-state.kv_heads // tensor) * state.head_dim for state in decoder.paged)
         cached = 2 * features * item(self._dtype)

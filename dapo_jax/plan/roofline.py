@@ -168,7 +168,7 @@ def read_share(decoder: DecoderConfig, last: int | float, *, first: int | float 
         most = read or math.inf
         return _pairs(last, most) - _pairs(first, most)
 
-    read = [state.tokens for state in decoder.paged]
+    read = [state.tokens for state in decoder.read]
     return sum(map(pairs, read)) / (pairs(0) * len(read))
 
 
@@ -255,6 +255,7 @@ def _decode(
     flops /= sizes.sampler_devices
     # The heads are split over `tensor`, the slots over the other axes.
     each = cache_bytes_per_token(config, decoder) / sizes.sampler["tensor"]
+    each *= len(decoder.read) / len(decoder.paged)
     fixed = 2 * decoder.state_bytes / sizes.sampler["tensor"]
     cache = tokens / batch_shards(sizes.sampler) * (seen * each + fixed)
     # The slots are split over the batch axes, so each device reads the experts of its own tokens.

@@ -96,7 +96,8 @@ def for_mesh(decoder: DecoderConfig, *meshes: Mesh) -> DecoderConfig:
 
 
 def _attention(model: ModelConfig, device: AnyDevice, decoder: DecoderConfig, context: int) -> str:
-    platform, head_dim, cap = device.platform, decoder.head_dim, decoder.score_cap
+    platform, cap = device.platform, decoder.score_cap
+    head_dim = max(kind.mixer.row_dim(decoder) for kind in decoder.kinds if kind.mixer)
     width = head_dim % 8 == 0 and head_dim <= 256
     if model.attention != "auto":
         needed = {"splash": "tpu", "cudnn": "gpu"}.get(model.attention, platform)

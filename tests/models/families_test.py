@@ -126,6 +126,16 @@ def rope(name, **changes):
     return {"rope_parameters": golden(name)["rope_parameters"] | changes}
 
 
+def full_rope(**changes):
+    """Changes in the rotation of the layers without a window of a Gemma 4."""
+    ropes = golden("gemma4_e")["rope_parameters"]
+    return {"rope_parameters": ropes | {"full_attention": ropes["full_attention"] | changes}}
+
+
+FULL = Rope(theta=500.0, share=0.25, proportional=True, head_dim=16)
+UNIFIED = {"model_type": "gemma4_unified_text", "architectures": ...}
+
+
 def inside(**changes):
     """Changes in the text model of a model for images and text."""
     return {"text_config": golden("gemma3_wrapped")["text_config"] | changes}
@@ -164,6 +174,14 @@ def inside(**changes):
         ("seed_oss", {"attention_bias": ...}, "qkv_bias", True),
         ("ernie4_5", {"use_bias": True}, "mlp_bias", True),
         ("gemma3_wrapped", inside(num_attention_heads=..., head_dim=None), "head_dim", 256),
+        ("gemma4_dense", {"hidden_size_per_layer_input": ..., "vocab_size_per_layer_input": 144}, "layer_embed_dim", 256),
+        ("gemma4_dense", {"layer_types": ..., "per_layer_config": ...}, "windows", (6,) * 5 + (0,)),
+        ("gemma4_dense", {"sliding_window": ...}, "windows", (512, 512, 0) * 2),
+        ("gemma4_dense", {**UNIFIED, "sliding_window": ...}, "windows", (1024, 1024, 0) * 2),
+        ("gemma4_dense", {**UNIFIED, "hidden_size_per_layer_input": ...}, "layer_embed_dim", 0),
+        ("gemma4_dense", {"final_logit_softcapping": None}, "logit_cap", None),
+        ("gemma4_dense", {"per_layer_config": ...}, "ropes", (replace(FULL, head_dim=512), Rope(theta=60.0))),
+        ("gemma4_dense", {"rope_parameters": ...}, "ropes", (replace(FULL, theta=1e6), Rope())),
     ],
 )  # fmt: skip
 def test_absent_and_null_mean_what_they_mean_in_transformers(name, changes, field, value):
@@ -186,7 +204,20 @@ def test_absent_and_null_mean_what_they_mean_in_transformers(name, changes, fiel
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("gemma3", {"rope_parameters": {"full_attention": {}, "chunked_attention": {}}}, r"rope_parameters .*chunked_attention"),
         ("gemma3", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar is 'x'"),
-        ("gemma3_wrapped", inside(model_type="gemma4_text"), r"text_config of model_type 'gemma4_text' is not supported \(only gemma3_text\)"),
+        ("gemma3_wrapped", inside(model_type="gemma2"), r"text_config of model_type 'gemma2' is not supported \(only gemma3_text\)"),
+        ("gemma4_e", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ("gemma4_e", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input=100 must be vocab_size=144"),
+        ("gemma4_e", {"vocab_size_per_layer_input": ...}, "vocab_size_per_layer_input=262144 must be vocab_size=144"),
+        ("gemma4_e", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1"),
+        ("gemma4_e", {"num_kv_shared_layers": 4}, "num_kv_shared_layers=4 leaves no layer 'full_attention'"),
+        ("gemma4_e", {"num_kv_shared_layers": 9}, "num_kv_shared_layers=9 leaves no layer"),
+        ("gemma4_e", {"layer_types": ["full_attention"] * 6 + ["sliding_attention"]}, "layer_types ends with 'sliding_attention'"),
+        ("gemma4_e", {"per_layer_config": {"0": {"head_dim": 4}}}, r"per_layer_config has {'head_dim': 4} for layer 0"),
+        ("gemma4_e", {"per_layer_config": {"3": {"head_dim": 16}}}, r"per_layer_config has {} for layer 6"),
+        ("gemma4_e", {"attention_bias": True}, "attention_bias=True"),
+        ("gemma4_e", full_rope(factor=2.0), "factor=2.0 with rope_type 'proportional'"),
+        ("gemma4_dense", {"per_layer_config": ..., "num_global_key_value_heads": 3}, "num_key_value_heads=3 .* must divide"),
+        ("gemma4_moe", {"num_experts": None}, "num_experts is None"),
         ("gemma3_wrapped", {"text_config": None}, "text_config of model_type None"),
         ("gemma3_wrapped", {"quantization_config": {"bits": 4}}, "quantization_config="),
         ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers=.* num_hidden_layers=5"),
