@@ -107,7 +107,10 @@ class Attention(Mixer):
         def whole(
             query: Array, key: Array | None = None, value: Any = None, sinks: Sinks = None
         ) -> tuple[Array, Any]:
-            near, (keys, values) = (data["window"], part.positions) if data else None, part.before or (key, value)
+            near, (keys, values) = (
+                (data["window"], part.positions) if data else None,
+                part.before or (key, value),
+            )
             attended = causal_attention(query, keys, values, part.segment_ids, near=near, sinks=sinks, **how)
             return attended, None if key is None else part.store(keys, values, len(part.segment_ids))
 
