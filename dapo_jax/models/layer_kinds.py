@@ -152,7 +152,7 @@ class Mlp(ABC):
     group: ClassVar[str] = ""
     targets: ClassVar[tuple[str, ...]] = ()
     """The names of its adapted matrices (see `Mixer`)."""
-    experts = None
+    experts: Any = None
     """The experts of this MLP (`experts.Experts`), or None."""
 
     @abstractmethod

@@ -46,12 +46,7 @@ class DecoderConfig(Architecture):
             raise ValueError(
                 "all layers with experts must have the same number of experts and choose the same number for a token"
             )
-        if None in self.sources:
-            layer = self.sources.index(None)
-            raise ValueError(
-                f"layer {layer} reads the keys of an earlier layer, but no layer before it has the mixer {self.mixers[layer] and self.mixers[layer].source}"
-            )
-        if not self.paged:
+        if not self.read:
             raise ValueError(f"a decoder must have at least one layer with attention, found {self.mixers}")
         if self.lora is not None:
             self._check_adapted(self.lora.targets)
@@ -200,13 +195,17 @@ class DecoderConfig(Architecture):
         )
 
     @cached_property
-    def sources(self) -> tuple[int | None, ...]:
-        """For each layer, the layer whose keys and values it reads: itself, or an earlier layer (see `Mixer.source`). None if there is no such layer."""
+    def sources(self) -> tuple[int, ...]:
+        """For each layer, the layer whose keys and values it reads: itself, or an earlier layer (see `Mixer.source`)."""
 
-        def source(layer: int) -> int | None:
+        def source(layer: int) -> int:
             if (mixer := self.mixers[layer]) is None or (wanted := mixer.source) is None:
                 return layer
-            return max((at for at in range(layer) if self.mixers[at] == wanted), default=None)
+            if wanted not in self.mixers[:layer]:
+                raise ValueError(
+                    f"layer {layer} reads the keys of an earlier layer, but no layer before it has the mixer {wanted}"
+                )
+            return max(at for at in range(layer) if self.mixers[at] == wanted)
 
         return tuple(map(source, range(self.layers)))
 
@@ -222,8 +221,7 @@ class DecoderConfig(Architecture):
     @property
     def read(self) -> tuple[Paged, ...]:
         """The state in pages that each layer with attention reads. Several layers may read one state."""
-        found = (self.states[source] for source in self.sources if source is not None)
-        return tuple(state for state in found if isinstance(state, Paged))
+        return tuple(state for at in self.sources if isinstance(state := self.states[at], Paged))
 
     @property
     def fixed(self) -> tuple[Fixed, ...]:

@@ -184,7 +184,7 @@ def unread(config: DecoderConfig) -> set[str]:
     """Returns the names of tensors that files may have, although the decoder has no such parameters: the keys and values of layers that read those of an earlier layer."""
     found = set[str]()
     for layer, source in enumerate(config.sources):
-        if source not in (layer, None):
+        if source != layer:
             kinds = replace(config.kinds[layer], mixer=config.mixers[source]), config.kinds[layer]
             theirs, own = (set(_Tensors(config, kind).parts) for kind in kinds)
             found |= {_in_layer(config, name, layer) for name in theirs - own}

@@ -262,7 +262,7 @@ class Prefill:
     ) -> Iterator[Prefix | None]:
         """Prefills one sequence in chunks as wide as a row. Yields None after each chunk except the last, and finally the prefix."""
         width, x = self.shape.width, None
-        buffers = [self._empty[stack]() for stack, _ in self._config.places]
+        buffers: list[Any] = [self._empty[stack]() for stack, _ in self._config.places]
         last, routes, scores = np.zeros(self.shape.row_prompts, np.int32), [], []
         padded = np.pad(prompt, (0, width)).astype(np.int32)
         for start in range(0, len(prompt), width):
