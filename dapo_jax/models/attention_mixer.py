@@ -104,9 +104,7 @@ class Attention(Mixer):
     def prefill(self, config: Architecture, part: PrefillPart, **data: Any) -> Attend:
         how: dict[str, Any] = {"cap": config.score_cap, "dtype": part.dtype}
 
-        def whole(
-            query: Array, key: Array | None = None, value: Any = None, sinks: Sinks = None
-        ) -> tuple[Array, Any]:
+        def whole(query: Array, key: Any = None, value: Any = None, sinks: Sinks = None) -> tuple[Array, Any]:
             near, (keys, values) = (
                 (data["window"], part.positions) if data else None,
                 part.before or (key, value),
@@ -114,9 +112,7 @@ class Attention(Mixer):
             attended = causal_attention(query, keys, values, part.segment_ids, near=near, sinks=sinks, **how)
             return attended, None if key is None else part.store(keys, values, len(part.segment_ids))
 
-        def chunk(
-            query: Array, key: Array | None = None, value: Any = None, sinks: Sinks = None
-        ) -> tuple[Array, Any]:
+        def chunk(query: Array, key: Any = None, value: Any = None, sinks: Sinks = None) -> tuple[Array, Any]:
             keys, values = part.before
             if key is not None:
                 keys, values = (
@@ -186,7 +182,7 @@ class Attention(Mixer):
                 query, key = normed(query, key)
         if (most := config.clip_qkv) is not None:
             query, key, value = (jnp.clip(part, -most, most) for part in (query, key, value))
-        query, key = (part if part is None else rotary(part, rope) for part in (query, key))
+        query, key = rotary(query, rope), None if key is None else rotary(key, rope)
         if config.qk_norm_after_rope:
             query, key = normed(query, key)
         if config.query_growth is not None:

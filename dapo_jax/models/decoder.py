@@ -256,7 +256,7 @@ class Decoder(nnx.Module):
 
         rows = TrainingRows(segment_ids, prefix_ids, positions, layout, dtype)
         sources = dict.fromkeys(mixer.source for mixer in config.mixers if mixer and mixer.source)
-        handed_on = {mixer: number for number, mixer in enumerate(sources)}
+        handed_on: dict[Any, int] = {mixer: number for number, mixer in enumerate(sources)}
 
         def scanned(stack: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             """Returns a function that applies a layer of this stack, and its arguments for each layer, to scan."""

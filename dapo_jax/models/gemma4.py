@@ -47,7 +47,8 @@ class Gemma4Mlp(Mlp):
 
     hidden: int
     """Number of hidden features of the MLP. `Architecture.mlp_dim` is the number of each expert's."""
-    experts: Experts | None = None
+    beside: Experts | None = None
+    """The experts next to the MLP."""
 
     group = "mlp"
     targets = ("gate_proj", "up_proj", "down_proj")
@@ -79,6 +80,10 @@ class Gemma4Mlp(Mlp):
             shape=(1,), axes=("features",), start=1.0, float32=True, is_trained=False, tensor="layer_scalar"
         )
         return found
+
+    @property
+    def experts(self) -> Experts | None:
+        return self.beside
 
     @property
     def _prefix(self) -> str:

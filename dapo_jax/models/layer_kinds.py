@@ -152,8 +152,11 @@ class Mlp(ABC):
     group: ClassVar[str] = ""
     targets: ClassVar[tuple[str, ...]] = ()
     """The names of its adapted matrices (see `Mixer`)."""
-    experts: Any = None
-    """The experts of this MLP (`experts.Experts`), or None."""
+
+    @property
+    def experts(self) -> Any:
+        """The experts of this MLP (`experts.Experts`), or None."""
+        return None
 
     @abstractmethod
     def parameters(self, config: Architecture) -> dict[str, Parameter]:

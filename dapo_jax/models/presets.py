@@ -166,7 +166,7 @@ class DecoderConfig(Architecture):
     @cached_property
     def _all_experts(self) -> tuple[Experts | None, ...]:
         """The experts of each layer."""
-        return tuple(mlp and mlp.experts for mlp in self.mlps)
+        return tuple(mlp.experts if mlp else None for mlp in self.mlps)
 
     @cached_property
     def routed(self) -> tuple[int, ...]:

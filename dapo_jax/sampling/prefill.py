@@ -177,8 +177,8 @@ class Prefill:
                 _, kept[stack], _ = layer.eval_shape(*arguments, **forced)
                 raw[stack], is_part = kept[stack], name == "part" and isinstance(self._states[stack], Paged)
                 if is_part or stack in self._sources:
-                    end = "" if is_part else f"_{name}"
-                    made[f"prefill_kept{suffix}{end}"] = partial(self._kept.lower, raw[stack], rows)
+                    program = f"prefill_kept{suffix}" if is_part else f"prefill_{name}_kept{suffix}"
+                    made[program] = partial(self._kept.lower, raw[stack], rows)
                     kept[stack] = self._kept.eval_shape(raw[stack], rows)
             if name != "part":
                 made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)

@@ -539,8 +539,8 @@ LEFT_OUT = {
         {"windows": ()}, {"rope_of_layer": ()}, {"logit_cap": None}, {"embed_scale": 1.0}, {"activation": "silu"},
     ],
     "gemma4_moe": [
-        lambda config: of_layers("mlps", experts=replace(config.experts, expert_scale=False))(config),
-        lambda config: of_layers("mlps", experts=replace(config.experts, normalize=False))(config),
+        lambda config: of_layers("mlps", beside=replace(config.experts, expert_scale=False))(config),
+        lambda config: of_layers("mlps", beside=replace(config.experts, normalize=False))(config),
     ],
     "mistral": [{"windows": ()}],
     "ministral3": [{"query_growth": None}, lambda config: plain(config, scaling=None)],
