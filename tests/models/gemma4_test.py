@@ -88,6 +88,8 @@ def test_tensors_of_shared_keys_are_skipped_in_their_layers_alone():
     assert names == {f"model.layers.{layer}.self_attn.{name}.weight" for layer in (3, 4) for name in theirs}
 
 
+# Slow: compiles a gradient.
+@pytest.mark.slow
 def test_the_factor_of_the_residual_stream_is_not_trained():
     config, params = load_model(FOLDERS["gemma4_dense"])
     graph, row = graph_of(config), arrays(rows_of("gemma4_dense")[0])
