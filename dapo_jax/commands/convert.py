@@ -14,7 +14,7 @@ from dapo_jax.models.gguf import GgufFile
 from dapo_jax.models.gguf_tokenizer import special_ids, tokenizer_files
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import read_json
-from dapo_jax.models.tensors import Tensor, TensorFile, checked, tensor_shapes
+from dapo_jax.models.tensors import TensorFile, checked, exported, shapes_of
 from dapo_jax.run.policy import find_policy
 from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.run.sources import folder_of, run_at
@@ -133,7 +133,7 @@ def _converted(
     for name, content in files.items():
         write_whole(folder / name, content)
     tensors = [  # each tensor is loaded only when it is written
-        Tensor(name, shape, partial(file.read, name, tuple(slice(0, size) for size in shape)))
-        for name, shape in tensor_shapes(config).items()
+        tensor._replace(fetch=partial(file.read, tensor.name, tuple(slice(0, size) for size in tensor.shape)))
+        for tensor in exported(config, shapes_of(config.base))
     ]
     return config, write_model(folder, described, tensors, dtype=dtype), skipped

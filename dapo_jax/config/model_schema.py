@@ -68,7 +68,7 @@ class ModelConfig(Section, at="model"):
 
 LORA_TARGETS = (
     "all", "attention", "mlp", "linear_attention", *(f"{p}_proj" for p in ["q", "k", "v", "o", "gate", "up", "down"]),
-    "in_proj_z", "out_proj",
+    "in_proj_z", "out_proj", "latent_attention", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
 )  # fmt: skip
 """Allowed values in `lora.targets`: the names of linear layers in transformers and PEFT, and names for groups of these layers."""
 
@@ -84,7 +84,8 @@ class LoraConfig(Section, at="lora"):
     """Scale of the adapters: their output is multiplied by alpha / rank. Because of this scaling, one learning rate suits every rank: about ten times the learning rate for full training."""
     targets: list[str] = key(default_factory=lambda: ["all"], aliases="target_modules lora_target_modules")
     """Linear layers that get an adapter: all, attention, mlp, or single layers by their transformers names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj.
-    Models with Gated DeltaNet also have linear_attention (in_proj_z and out_proj), which all does not include."""
+    Models with Gated DeltaNet also have linear_attention (in_proj_z and out_proj), and models with latent attention have latent_attention (q_a_proj, q_b_proj,
+    kv_a_proj_with_mqa, kv_b_proj and o_proj), which all does not include."""
 
     def check_together(self) -> None:
         if unknown := [name for name in self.targets if name not in LORA_TARGETS]:

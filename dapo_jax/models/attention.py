@@ -300,21 +300,23 @@ def part_attention(
 def cached_attention(
     query: Float[Array, "heads head_dim slots"],
     keys: Float[Array, "slots kv_heads head_dim capacity"],
-    values: Float[Array, "slots kv_heads capacity head_dim"],
+    values: Float[Array, "slots kv_heads capacity value_dim"] | None,
     lengths: Int[Array, " slots"],
     *,
     chunk: int = 256,
     window: int = 0,
     cap: float | None = None,
     sinks: Sinks = None,
-) -> Float[Array, "heads head_dim slots"]:
+    value_dim: int | None = None,
+) -> Float[Array, "heads value_dim slots"]:
     """Computes attention for one query per slot over the first `lengths` entries of the slot's KV cache, or over the last `window` of them if it is above 0.
+    Without `values`, values are the first `value_dim` entries of keys.
 
     The loop runs over as many chunks as the longest slot needs. Chunks beyond the length of a shorter slot add exact zeros, so
     the result of a slot does not depend on the lengths of other slots.
     """
     heads, head_dim, slots = query.shape
-    kv_heads, capacity = values.shape[1], values.shape[2]
+    kv_heads, capacity = keys.shape[1], keys.shape[3]
     chunk = min(chunk, capacity)
     dtype = keys.dtype.name
     grouped = (
@@ -326,7 +328,10 @@ def cached_attention(
         begin = jnp.minimum(start, capacity - chunk)
         top, total, out = carry
         part_keys = lax.dynamic_slice_in_dim(keys, begin, chunk, axis=3)
-        part_values = lax.dynamic_slice_in_dim(values, begin, chunk, axis=2)
+        if values is None:
+            part_values = part_keys[:, :, :value_dim].swapaxes(2, 3)
+        else:
+            part_values = lax.dynamic_slice_in_dim(values, begin, chunk, axis=2)
         scores = capped(product("skdc,skgd->skgc", part_keys, grouped, dtype), cap)
         position = begin + jnp.arange(chunk, dtype=jnp.int32)
         live = (position[None] < lengths[:, None]) & (position >= start)[None]
@@ -341,7 +346,7 @@ def cached_attention(
 
     shape = (slots, kv_heads, heads // kv_heads)
     begin = None if sinks is None else sinks.reshape(shape[1:])
-    carry = (*before_keys(shape, begin), jnp.zeros((*shape, head_dim)))
+    carry = (*before_keys(shape, begin), jnp.zeros((*shape, value_dim or head_dim)))
     if chunk == capacity:
         _, total, out = attend(jnp.zeros((), jnp.int32), carry)
     else:
@@ -351,4 +356,4 @@ def cached_attention(
         _, total, out = lax.fori_loop(first, chunks, lambda i, c: attend(i * chunk, c), carry)
     # A free slot has length 0 and total 0, so its output is 0. The output is not used.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    return out.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype)
+    return out.transpose(1, 2, 3, 0).reshape(heads, -1, slots).astype(query.dtype)

@@ -1,7 +1,7 @@
 """Values in config.json: the keys of a model family, checks of single values, and the conversion of RoPE settings to `Rope`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,8 @@ class Family:
     """Maps the values of config.json with defaults, the fields of `DecoderConfig` so far, and the path of the file to further fields."""
     write: Callable[[Any], Mapping[str, Any]] | None = None
     """Maps a `DecoderConfig` to further keys of config.json."""
+    further_layers: bool = False
+    """Whether files may have layers after the last, which predict further tokens. They are not loaded."""
     neighbours: bool = False
     """Whether the rotation pairs dimensions 2i and 2i + 1 in the file."""
     layer_types: tuple[str, ...] = ("full_attention", "attention")
@@ -91,6 +93,27 @@ def checked(values: Mapping[str, Any], key: str, kind: type, where: object) -> A
 def present(described: Mapping[str, Any]) -> dict[str, Any]:
     """Removes keys whose value is null."""
     return {key: value for key, value in described.items() if value is not None}
+
+
+def of_each_layer(values: Mapping[str, Any], key: str, layers: int, where: object) -> Sequence[Any] | None:
+    """Returns a list with one entry per layer, or None if the key is absent."""
+    found = values[key]
+    if found is not None and (not isinstance(found, Sequence) or len(found) != layers):
+        raise ValueError(
+            f"{where}: {key}={found!r} must have one entry for each of the num_hidden_layers={layers} layers"
+        )
+    return found
+
+
+def period(pattern: Any, where: object) -> int:
+    """Returns every how many layers a layer attends to all tokens, from a number or a pattern such as "LLLG"."""
+    if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+        return len(pattern)
+    if type(pattern) is not int or pattern < 1:
+        raise ValueError(
+            f"{where}: sliding_window_pattern is {pattern!r}; it must be a positive int, or local layers and a global one, such as 'LLLG'"
+        )
+    return pattern
 
 
 def two_ropes(

@@ -108,7 +108,7 @@ class Experts(Mlp):
             found[f"{name}_biases"] = Parameter(axes=("experts", axis), **same)
         if self.choice_bias:
             found["choice_bias"] = Parameter(
-                shape=(count,), axes=("features",), float32=True, is_trained=False, tensor="mlp.gate.e_score_correction_bias"
+                shape=(count,), axes=("features",), float32=True, is_trained=False, file_dtype="float32", tensor="mlp.gate.e_score_correction_bias"
             )  # fmt: skip
         if self.latent:
             found |= {

@@ -16,6 +16,8 @@ from dapo_jax.models.config_json import (
     ORIGINAL_LENGTH,
     Family,
     checked,
+    of_each_layer,
+    period,
     present,
     rope_of,
     rope_settings,
@@ -23,6 +25,7 @@ from dapo_jax.models.config_json import (
 )
 from dapo_jax.models.experts import Experts
 from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.latent_families import LATENT_FAMILIES
 from dapo_jax.models.layer_kinds import Mixer
 from dapo_jax.models.mamba_families import MAMBA_FAMILIES
 from dapo_jax.models.presets import DecoderConfig
@@ -196,6 +199,7 @@ FAMILIES: Mapping[str, Family] = {
             "down": "block_sparse_moe.output_linear.weight",
         },
     ),
+    **LATENT_FAMILIES,
     **MAMBA_FAMILIES,
 }  # fmt: skip
 """The supported model families by model_type."""
@@ -270,8 +274,8 @@ _MIXERS: Mapping[str, tuple[type[Mixer], Mapping[str, str]]] = {
 """The mixers other than attention, by their name in layer_types, and the key for each of their fields. A family has the mixers whose keys it reads."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
-_NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-"""Keys for which null means that there is no window or cap, whatever their default."""
+_NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
+"""Keys for which null means that there is no window, cap or latent, whatever their default."""
 
 _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -295,6 +299,9 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope",),
     "partial_rotary_factor": (1.0,),
     "rope_interleaved": (False,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
     "quantization_config": (),
     "auto_map": (),
     # Importance ratios compare log-probabilities, which must not depend on dropout.
@@ -527,13 +534,13 @@ def _layer_fields(
     turns = [1] * layers
     if "no_rope_layers" in reads:
         every = checked(values, "no_rope_layer_interval", int, where)
-        turns = _of_each_layer(values, "no_rope_layers", layers, where) or [
+        turns = of_each_layer(values, "no_rope_layers", layers, where) or [
             int((i + 1) % every != 0) for i in range(layers)
         ]
         if odd := [turn for turn in turns if turn not in (0, 1)]:
             raise ValueError(f"{where}: no_rope_layers has {odd[0]!r}; its entries must be 0 or 1")
         window = window if checked(values, "use_sliding_window", bool, where) else None
-    kinds = _of_each_layer(values, "layer_types", layers, where) if "layer_types" in reads else None
+    kinds = of_each_layer(values, "layer_types", layers, where) if "layer_types" in reads else None
     if kinds is None and "full_attention_interval" in reads:
         every = checked(values, "full_attention_interval", int, where)
         other, *_ = _mixers(family)
@@ -543,7 +550,7 @@ def _layer_fields(
     if kinds is None:
         every = family.full_every
         if "sliding_window_pattern" in reads:
-            every = _period(values["sliding_window_pattern"], where)
+            every = period(values["sliding_window_pattern"], where)
         every = 1 if window is None and not family.two_ropes else every
         kinds = [
             "full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(layers)
@@ -600,24 +607,3 @@ def _mixed(
         for name, (mixer, keys) in mixers.items()
     }
     return tuple(others.get(kind, ATTENTION) for kind in kinds)
-
-
-def _of_each_layer(values: Mapping[str, Any], key: str, layers: int, where: object) -> Sequence[Any] | None:
-    """Returns a list with one entry per layer, or None if the key is absent."""
-    found = values[key]
-    if found is not None and (not isinstance(found, Sequence) or len(found) != layers):
-        raise ValueError(
-            f"{where}: {key}={found!r} must have one entry for each of the num_hidden_layers={layers} layers"
-        )
-    return found
-
-
-def _period(pattern: Any, where: object) -> int:
-    """Returns every how many layers a layer attends to all tokens, from a number or a pattern such as "LLLG"."""
-    if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
-        return len(pattern)
-    if type(pattern) is not int or pattern < 1:
-        raise ValueError(
-            f"{where}: sliding_window_pattern is {pattern!r}; it must be a positive int, or local layers and a global one, such as 'LLLG'"
-        )
-    return pattern

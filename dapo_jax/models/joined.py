@@ -24,7 +24,7 @@ def joined(layer: nnx.State, parts: int) -> nnx.State:
         if len(names) < 2:
             continue
         axes = found[names[0]].get_metadata()["axes"]
-        count = 1 if axes[0] == "rank" else parts
+        count = 1 if axes[0] in ("rank", "features") else parts
         matrices = [found[name].get_value() for name in names]
         shapes = tuple(getattr(matrix, "values", matrix).shape[:-1] for matrix in matrices)
         matrices = jax.tree.map(lambda x, count=count: x.reshape(count, -1, x.shape[-1]), matrices)

@@ -26,12 +26,24 @@ and a second value, such as the new state."""
 
 @dataclass(frozen=True)
 class Paged:
-    """A state that grows with the sequence: a key and a value of each token, in pages."""
+    """A state that grows with the sequence: a key and a value of each token, in pages. Devices along `tensor` have different heads."""
 
     kv_heads: int
     head_dim: int
     tokens: int = 0
     """Number of last tokens that a query reads, or 0 for all."""
+    value_dim: int | None = None
+    """If given, the value of a token is the first `value_dim` entries of its key, so only keys are stored, and each device along `tensor` has all of them."""
+
+    @property
+    def arrays(self) -> int:
+        """Number of stored arrays: keys and values, or keys alone."""
+        return 2 if self.value_dim is None else 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Arguments of the functions of a cache."""
+        return {} if self.value_dim is None else {"value_dim": self.value_dim}
 
 
 @dataclass(frozen=True)
@@ -68,12 +80,12 @@ class PrefillPart:
     last: Int[Array, " prompts"]
     """Flat indices of the last token of each prompt."""
     before: Any
-    """For a chunk, the state before it (for a `Paged` state, two arrays [kv_heads, head_dim, room]), otherwise None. For a mixer with a `source`, the keys and
-    values of that layer: of all rows, or for a chunk, of the sequence up to the end of the chunk."""
+    """For a chunk, the state before it (for a `Paged` state, keys and values [kv_heads, head_dim, room], or keys and None), otherwise None. For a mixer with a
+    `source`, the keys and values of that layer: of all rows, or for a chunk, of the sequence up to the end of the chunk."""
     start: Int[Array, ""]
     """For a chunk, the number of tokens before it."""
-    store: Callable[[Array, Array, int], Any]
-    """Converts keys and values [kv_heads, head_dim, tokens] of some rows to the layout of the cache."""
+    store: Callable[[Array, Array | None, int], Any]
+    """Converts keys and values [kv_heads, head_dim, tokens] of some rows to the layout of the cache. Values may be None."""
     dtype: str
     is_chunk: bool
 
@@ -87,8 +99,8 @@ class DecodingStep:
     live: Array
     """[slots], whether each slot processes a token. The states of other slots must not change."""
     extend: Callable[..., tuple[Array, Any]]
-    """Appends keys and values to a cache and attends to it. The arguments are cache, query, key, value, and `window` and the like. A mixer with a `source` has
-    no key and value."""
+    """Appends keys and values to a cache and attends to it. The arguments are cache, query, key, value (None if `Paged.value_dim` is given), and `window` and the
+    like. A mixer with a `source` has no key and value."""
 
 
 class Mixer(ABC):

@@ -15,7 +15,7 @@ from dapo_jax.models.architecture import LORA_PARTS, LoraShape
 from dapo_jax.models.parameters import Parameter, is_float32, output_dimensions
 from dapo_jax.models.presets import GROUPS
 
-TARGETS = tuple(name for names in GROUPS.values() for name in names)
+TARGETS = tuple(dict.fromkeys(name for names in GROUPS.values() for name in names))
 """The matrices that may have adapters, by their names in transformers and PEFT."""
 
 SETS = {"all": tuple(name for names in list(GROUPS.values())[:2] for name in names), **GROUPS}

@@ -56,6 +56,8 @@ class Parameter:
     """The parameters with which a sampler may join this one, because they multiply the same tokens (see `models.joined`)."""
     is_trained: bool = True
     """Whether training changes the parameter. Otherwise it is only stored, such as the bias of a router's choice."""
+    file_dtype: str = ""
+    """Its dtype in files, if that does not depend on the dtype of the other tensors."""
     is_rotated: bool = False
     """Whether the rotary embedding applies to its outputs. The order of these outputs may differ in files."""
 

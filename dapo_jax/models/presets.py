@@ -16,12 +16,15 @@ from dapo_jax.models.attention_mixer import ATTENTION, Attention
 from dapo_jax.models.experts import Experts
 from dapo_jax.models.gated import GATED, Gated
 from dapo_jax.models.gated_delta import GatedDelta
+from dapo_jax.models.latent_attention import LatentAttention
 from dapo_jax.models.layer_kinds import Fixed, LayerKind, Mixer, Mlp, Paged
 from dapo_jax.models.mamba import Mamba
 from dapo_jax.models.parameters import output_dimensions
 from dapo_jax.models.rope import Rope, RopeScaling
 
-GROUPS: dict[str, tuple[str, ...]] = {kind.group: kind.targets for kind in (Attention, Gated, GatedDelta)}
+GROUPS: dict[str, tuple[str, ...]] = {
+    kind.group: kind.targets for kind in (Attention, Gated, GatedDelta, LatentAttention)
+}
 """The matrices of each kind that may have adapters, by the name of the group in `lora.targets`. The first two kinds are the default in every layer."""
 
 

@@ -5,6 +5,7 @@ Local files are memory-mapped. From files in a bucket, only the needed byte rang
 
 import json
 import math
+import re
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
@@ -101,8 +102,16 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
 class SafetensorsFolder:
     """The tensors of a model folder. Implements `tensors.TensorFile`."""
 
-    def __init__(self, folder: AnyPath, *, single: str = SINGLE, unread: Collection[str] = ()) -> None:
-        """Reads the names and shapes of the tensors in the file `single`, or in several files with an index. Tensors whose names are in `unread` are skipped.
+    def __init__(
+        self,
+        folder: AnyPath,
+        *,
+        single: str = SINGLE,
+        unread: Collection[str] = (),
+        layers: int | None = None,
+    ) -> None:
+        """Reads the names and shapes of the tensors in the file `single`, or in several files with an index. Tensors whose names are in `unread`, and tensors of
+        layers after the first `layers`, are skipped.
 
         Raises:
             ValueError: a file is missing or damaged, or a tensor is not float32, float16 or bfloat16.
@@ -122,6 +131,13 @@ class SafetensorsFolder:
                 raise ValueError(f"{self.where} lists {name!r} in {file}, which does not contain it")
         self._tensors = mxfp4.joined(self._tensors, self.where)
         self._stored = _of_text_model(list(self._tensors))
+        if layers is not None:
+            number = re.compile(r"model\.layers\.(\d+)\.")
+            self._stored = {
+                name: stored
+                for name, stored in self._stored.items()
+                if not (match := number.match(name)) or int(match[1]) < layers
+            }
         self.shapes: Mapping[str, Shape] = {
             name: self._tensors[stored].shape for name, stored in self._stored.items() if name not in unread
         }
@@ -184,7 +200,7 @@ def write_tensors(folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str, max
     for path in entries(folder):
         if fnmatch(path.name, "model*.safetensors") or path.name == INDEX:
             path.unlink()
-    shards = list(_shards(tensors, jnp.dtype(dtype).itemsize, max_shard_bytes))
+    shards = list(_shards(tensors, dtype, max_shard_bytes))
     total, weight_map = 0, {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
@@ -214,12 +230,12 @@ def write_json(path: AnyPath, content: Any) -> None:
     write_whole(path, text.encode())
 
 
-def _shards(tensors: Sequence[Tensor], itemsize: int, limit: int) -> Iterator[list[Tensor]]:
+def _shards(tensors: Sequence[Tensor], dtype: str, limit: int) -> Iterator[list[Tensor]]:
     """Distributes tensors over shards of at most `limit` bytes. A larger tensor gets its own shard."""
     shard: list[Tensor] = []
     filled = 0
     for tensor in tensors:
-        size = math.prod(tensor.shape) * itemsize
+        size = tensor.bytes(dtype)
         if shard and filled + size > limit:
             yield shard
             shard, filled = [], 0
@@ -241,20 +257,25 @@ def write_file(path: AnyPath, tensors: Sequence[Tensor], *, dtype: str) -> int:
         ValueError: `dtype` is not float32, float16 or bfloat16, or a tensor contains NaN or infinity.
     """
     check_dtype(dtype)
-    kind, offset = jnp.dtype(dtype), 0
+    offset = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for tensor in tensors:
-        end = offset + math.prod(tensor.shape) * kind.itemsize
-        header[tensor.name] = {"dtype": _CODES[dtype], "shape": tensor.shape, "data_offsets": [offset, end]}
+        end = offset + tensor.bytes(dtype)
+        header[tensor.name] = {
+            "dtype": _CODES[tensor.dtype or dtype],
+            "shape": tensor.shape,
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with new_file(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
+            kind = jnp.dtype(tensor.dtype or dtype)
             value = np.ascontiguousarray(tensor.fetch().astype(kind, copy=False))
             assert value.shape == tensor.shape, (tensor.name, value.shape, tensor.shape)
             if not np.isfinite(value).all():
-                raise ValueError(f"{tensor.name} has NaN or infinity as {dtype}; weights must be finite")
+                raise ValueError(f"{tensor.name} has NaN or infinity as {kind.name}; weights must be finite")
             file.write(value.reshape(-1).view(np.uint8).data)
     return offset

@@ -65,6 +65,12 @@ class Tensor(NamedTuple):
     name: str
     shape: Shape
     fetch: Callable[[], np.ndarray]
+    dtype: str = ""
+    """Its dtype in the file, if it differs from the dtype of the other tensors."""
+
+    def bytes(self, dtype: str) -> int:
+        """Returns its size in a file whose other tensors have the dtype `dtype`."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype or dtype).itemsize
 
 
 def shapes_of(config: DecoderConfig) -> nnx.State:
@@ -342,7 +348,7 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
             axis = 1 if own.of_experts(parts[0]) and "{}" not in theirs else 0
             for expert in ((index,) for index in range(own.experts)) if "{}" in theirs else [()]:
                 fetched = functools.partial(joined, parts, axis, layer, *expert)
-                yield Tensor(name.format(*expert), shape, fetched)
+                yield Tensor(name.format(*expert), shape, fetched, own.parameters[parts[0]].file_dtype)
 
 
 def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tensor]:

@@ -125,8 +125,10 @@ class Programs:
         inputs = decoder.layers * decoder.layer_embed_dim
         flowing = 4 * (decoder.embed_dim + decoder.head_dim + inputs) * width
         tensor = sizes.sampler["tensor"]
-        features = sum(-(-state.kv_heads // tensor) * state.head_dim for state in decoder.paged)
-        cached = 2 * features * item(self._dtype)
+        features = sum(
+            state.arrays * -(-state.kv_heads // tensor) * state.head_dim for state in decoder.paged
+        )
+        cached = features * item(self._dtype)
         return Resident(
             state=params + moments,
             moments=moments,

@@ -146,7 +146,7 @@ def _smaller_cache(plan: Plan, held: int, over: int) -> Iterator[Way]:
         yield _way({"sampling.slots": half}, f" (of {config.slots})", frees=frees)
     if not config.cache_dtype:
         # In int8, each number occupies one byte, and each head of a token has a scale of 4 bytes.
-        head_dim = plan.decoder.head_dim
+        head_dim = plan.decoder.paged[0].head_dim
         share = 1 - (head_dim + 4) / (item(plan.config.model.compute_dtype) * head_dim)
         frees = int(cache * share)
         yield Way(f"sampling.cache_dtype=int8{_correction(plan.config)}", frees)

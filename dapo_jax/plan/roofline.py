@@ -178,10 +178,13 @@ def _pairs(tokens: int | float, most: int | float) -> float:
     return near * (near + 1) / 2 + (most * (tokens - near) if tokens > near else 0.0)
 
 
-def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig) -> int:
-    """Returns the size in bytes of one token's keys and values across all layers with pages, with the scales of an int8 cache."""
+def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig, tensor: int = 1) -> int:
+    """Returns the size in bytes of one token's keys and values across all layers with pages, with the scales of an int8 cache, on one of `tensor` devices."""
     size, scale = (1, 4) if config.sampling.cache_dtype else (item(config.model.compute_dtype), 0)
-    return sum(2 * state.kv_heads * (state.head_dim * size + scale) for state in decoder.paged)
+    return sum(
+        state.arrays * -(-state.kv_heads // tensor) * (state.head_dim * size + scale)
+        for state in decoder.paged
+    )
 
 
 def item(dtype: str) -> int:
@@ -254,7 +257,7 @@ def _decode(
     flops = forward_flops(decoder, tokens=tokens, pairs=tokens * seen, logits=tokens, decoding=True)
     flops /= sizes.sampler_devices
     # The heads are split over `tensor`, the slots over the other axes.
-    each = cache_bytes_per_token(config, decoder) / sizes.sampler["tensor"]
+    each = cache_bytes_per_token(config, decoder, sizes.sampler["tensor"])
     each *= len(decoder.read) / len(decoder.paged)
     fixed = 2 * decoder.state_bytes / sizes.sampler["tensor"]
     cache = tokens / batch_shards(sizes.sampler) * (seen * each + fixed)

@@ -142,7 +142,7 @@ class Run:
         if repeated := repeated_prompts(config, count):
             yield "; ".join(repeated)
         cache_dtype = config.sampling.cache_dtype or config.model.compute_dtype
-        slower = without_kernel(learner.meshes.sampler, cache_dtype)
+        slower = without_kernel(learner.meshes.sampler, cache_dtype, decoder.paged)
         yield from filter(None, (learner.training_pass.note, slower, decoder.length_note))
 
     def _group_sampling(

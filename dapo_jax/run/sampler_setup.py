@@ -139,7 +139,7 @@ def room_for_cache(
 
     `resident` and `memory` are as in `response_sampler`, except that `resident` includes the sampler's weights.
     """
-    kind = spec.cache_kind(mesh)
+    kind = spec.cache_kind(mesh, decoder)
     if memory is None or spec.cache_tokens or kind == "slots":
         return None
     spread, shape = batch_devices(mesh), spec.prefill_shape

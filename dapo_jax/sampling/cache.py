@@ -22,6 +22,7 @@ Tables = Int[Array, "slots table_pages"]
 PerSlot = Int[Array, " slots"]
 Live = Bool[Array, " slots"]
 Queries = Float[Array, "heads head_dim slots"]
+Outputs = Float[Array, "heads value_dim slots"]
 NewHeads = Float[Array, "kv_heads head_dim slots"]
 """Keys or values of one new token for each slot."""
 RowHeads = Float[Array, "kv_heads head_dim tokens"]
@@ -48,6 +49,7 @@ class LayerCache:
     keys: Num[Array, "pages kv_heads head_dim page_tokens"] | Any
     """In `gpu_cache`, the shape is [pages, kv_heads, page_tokens, head_dim]."""
     values: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
+    """None if the values are a part of the keys (`Paged.value_dim`)."""
     key_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
     """Scale of each token's key if the cache is 8-bit, else None."""
     value_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
@@ -83,17 +85,24 @@ def stored(
     return (jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype), scale
 
 
-def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> LayerCache:
-    """Returns the cache of one layer, filled with zeros."""
+def empty(
+    pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str, *, value_dim: int | None = None
+) -> LayerCache:
+    """Returns the cache of one layer, filled with zeros. If `value_dim` is given, only keys are stored (see `Paged`)."""
     keys, scales = jnp.zeros((pages, kv_heads, head_dim, page_tokens), dtype), None
     if dtype in EIGHT_BITS:
         scales = jnp.zeros((pages, kv_heads, page_tokens), jnp.float32)
+    if value_dim is not None:
+        return LayerCache(keys, None, scales)
     return LayerCache(keys, keys.swapaxes(2, 3), scales, scales)
 
 
-def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCache:
+def of_rows(keys: RowHeads, values: RowHeads | None, rows: int, dtype: str) -> LayerCache:
     """Converts keys and values of prefilled rows, concatenated along the token axis, to the cache layout."""
-    (keys, key_scales), (values, value_scales) = stored(keys, dtype), stored(values, dtype)
+    keys, key_scales = stored(keys, dtype)
+    if values is None:
+        return LayerCache(of_row(keys, rows), None, of_row(key_scales, rows))
+    values, value_scales = stored(values, dtype)
     return LayerCache(
         of_row(keys, rows), of_row(values, rows).swapaxes(2, 3), of_row(key_scales, rows), of_row(value_scales, rows)
     )  # fmt: skip
@@ -138,11 +147,12 @@ def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: in
 
 
 def append_to_pages(
-    cache: LayerCache, page: PerSlot, lengths: PerSlot, key: NewHeads, value: NewHeads
+    cache: LayerCache, page: PerSlot, lengths: PerSlot, key: NewHeads, value: NewHeads | None
 ) -> LayerCache:
     """Appends one token to each slot, after its `lengths` tokens. `page` is the result of `page_of_new`. Tokens for out-of-range pages are dropped."""
-    dtype, offset = cache.values.dtype.name, lengths % cache.values.shape[2]
-    (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
+    dtype, offset = cache.keys.dtype.name, lengths % cache.keys.shape[3]
+    key, key_scale = stored(key, dtype)
+    value, value_scale = (None, None) if value is None else stored(value, dtype)
 
     def put(into: Any, new: Any, *before: slice) -> Any:
         if into is None:
@@ -159,16 +169,21 @@ def extend(
     now: CacheStep,
     query: Queries,
     key: NewHeads,
-    value: NewHeads,
+    value: NewHeads | None,
     sinks: Sinks = None,
     *,
     window: int = 0,
     cap: float | None = None,
-) -> tuple[Queries, LayerCache]:
+    value_dim: int | None = None,
+) -> tuple[Outputs, LayerCache]:
     """Appends one token to each slot and computes attention. The query of a live slot attends to all of its tokens, including the new one, or to the last
-    `window` tokens if it is above 0. `cap` caps the scores (see `dapo_jax.numerics.precision.capped`). `sinks` are as in `dapo_jax.models.attention`."""
+    `window` tokens if it is above 0. `cap` caps the scores (see `dapo_jax.numerics.precision.capped`). `sinks` are as in `dapo_jax.models.attention`.
+    If `value_dim` is given, there are no values (see `Paged`)."""
 
-    def append(into: Array, new: Array, axis: int) -> Array:
+    def append(into: Any, new: Any, axis: int) -> Any:
+        if into is None:
+            return None
+
         def one_slot(into: Array, new: Array, at: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(into, jnp.expand_dims(new, axis), at, axis)
 
@@ -176,7 +191,7 @@ def extend(
 
     grown = LayerCache(append(cache.keys, key, 2), append(cache.values, value, 1))
     counts = (now.lengths + 1) * now.live.astype(jnp.int32)
-    how: dict[str, Any] = {"window": window, "cap": cap, "sinks": sinks}
+    how: dict[str, Any] = {"window": window, "cap": cap, "sinks": sinks, "value_dim": value_dim}
     return cached_attention(query, grown.keys, grown.values, counts, **how), grown
 
 

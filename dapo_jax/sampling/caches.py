@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -38,23 +38,25 @@ def kind_for(
     dtype: str = "float32",
     turns: bool = False,
     capacity: int = 0,
+    states: Sequence[Paged] = (),
 ) -> Kind:
     """Returns the kind of cache for a mesh. `turns` is True if responses may leave their slots and keep their cached tokens. On CPU, the cache is paged
-    only if `turns` is True, a page or cache size is set, the dtype is 8-bit, or `capacity` is above `MOST_DENSE` on a single device."""
+    only if `turns` is True, a page or cache size is set, the dtype is 8-bit, or `capacity` is above `MOST_DENSE` on a single device. `states` are the decoder's states in pages."""
     platform = mesh.devices.flat[0].platform
-    if platform == "tpu":
-        return "tpu"
-    if platform == "gpu" and not without_kernel(mesh, dtype):
-        return "gpu"
+    if platform in ("tpu", "gpu") and not without_kernel(mesh, dtype, states):
+        return platform
     asked = page_tokens or cache_tokens or turns or dtype in cache.EIGHT_BITS
     asked = asked or (capacity > MOST_DENSE and mesh.size == 1)
     return "slots" if platform == "cpu" and not asked else "pages"
 
 
-def without_kernel(mesh: Mesh, dtype: str) -> str:
-    """Returns a warning if decoding runs on a GPU and attention uses XLA operations instead of a kernel, else an empty string."""
+def without_kernel(mesh: Mesh, dtype: str, states: Sequence[Paged] = ()) -> str:
+    """Returns a warning if decoding runs on a TPU or a GPU and attention uses XLA operations instead of a kernel, else an empty string."""
     device = mesh.devices.flat[0]
-    if device.platform != "gpu" or not (reason := gpu_cache.without_kernel(device, dtype)):
+    reason = gpu_cache.without_kernel(device, dtype) if device.platform == "gpu" else ""
+    if any(state.value_dim is not None for state in states):
+        reason = "the kernels need separate values, and this model stores only a latent for each token"
+    if device.platform not in ("tpu", "gpu") or not reason:
         return ""
     return f"decoding on {device.device_kind} uses XLA operations for attention, which are slower than a kernel: {reason}"
 
@@ -65,7 +67,9 @@ def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) ->
 
     def size(state: Paged) -> int:
         heads, tokens = -(-state.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
-        page = jax.eval_shape(lambda: _MODULES[kind].empty(1, heads, tokens, state.head_dim, dtype))
+        page = jax.eval_shape(
+            lambda: _MODULES[kind].empty(1, heads, tokens, state.head_dim, dtype, **state.options)
+        )
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
 
     found = Counter[int]()
@@ -150,13 +154,14 @@ def cache_for(
     Raises:
         ValueError: the key-value heads cannot be split over the mesh.
     """
-    cap, kv_heads = config.score_cap, math.gcd(*(state.kv_heads for state in config.paged))
+    # Latents are not split: the number is 0 if all states are latents.
+    kv_heads = math.gcd(*(state.kv_heads for state in config.paged if state.value_dim is None))
+    cap, tensor = config.score_cap, mesh.shape["tensor"]
     if kind == "slots":
         return DENSE if cap is None else replace(DENSE, extend=partial(DENSE.extend, cap=cap))
     heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
-    layer = PartitionSpec(BATCH_AXES, "tensor")
-    places = layer, slots, heads, heads, heads, PartitionSpec("tensor")
-    if kv_heads % (tensor := mesh.shape["tensor"]):
+    layer, columns = PartitionSpec(BATCH_AXES, "tensor"), PartitionSpec(None, None, BATCH_AXES)
+    if kv_heads % tensor:
         raise ValueError(
             f"the model's {kv_heads} key heads cannot be split over the {tensor} devices of the sampler's tensor axis; "
             f"set parallel.sampler_tensor, or parallel.tensor, to a divisor of {kv_heads}"
@@ -176,12 +181,18 @@ def cache_for(
         extend = partial(extend, interpret=mesh.devices.flat[0].platform != kind)
     # Each device processes its own slots and heads, because its page numbers refer to its own pool and XLA cannot partition a kernel.
     spread = partial(jax.shard_map, mesh=mesh, check_vma=False)
+
+    def extend_on(cache: Any, now: Any, *new: Any, **options: int) -> Any:
+        # Without separate values, each device along `tensor` has all keys.
+        own, news = (layer, heads) if options.get("value_dim") is None else (slots, columns)
+        places = own, slots, heads, news, news, PartitionSpec("tensor")
+        program = spread(partial(extend, **options), in_specs=places[: 2 + len(new)], out_specs=(heads, own))
+        return program(cache, now, *new)
+
     return Cache(
         empty=pages.empty,
         of_rows=pages.of_rows,
         fill=pages.fill,
         reading=spread(reading, in_specs=(slots, slots, slots), out_specs=slots),
-        extend=lambda *arrays, **window: spread(
-            partial(extend, **window), in_specs=places[: len(arrays)], out_specs=(heads, layer)
-        )(*arrays),
+        extend=extend_on,
     )

@@ -102,7 +102,7 @@ class DecoderEngine:
         self._takes_turns = spec.in_flight > spec.slots
         self._reads_again = spec.in_flight > 0 or spec.has_turns
         self.feed_tokens: int = FEED_TOKENS if spec.parks else 0
-        kind = spec.cache_kind(mesh)
+        kind = spec.cache_kind(mesh, config)
         self.token_bytes: dict[int, int] = token_bytes(config, mesh, dtype=spec.stored_dtype, kind=kind)
         """Size in bytes, per device, of one token in the KV cache of the layers with each table, with the heads sharded over the devices."""
         self.page_sizes = spec.page_sizes(
@@ -149,6 +149,10 @@ class DecoderEngine:
         shapes, whole = jax.eval_shape(self._init_program), self._whole
         self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
         layers, states = jax.tree.map(lambda _: self._halves, (shapes.layers, shapes.states))
+        layers = tuple(
+            own if state.value_dim is None else jax.tree.map(lambda _: self._rows, own)
+            for own, state in zip(layers, self._config.paged, strict=True)
+        )
         rows = jax.tree.map(lambda _: self._rows, shapes)
         state = replace(rows, layers=layers, logits=self._shares, states=states)
         self._init = jax.jit(self._init_program, out_shardings=state)
@@ -316,7 +320,7 @@ class DecoderEngine:
         feeds = self.feed_tokens > 0
         return DecodeState(
             layers=tuple(
-                self._cache.empty(count, state.kv_heads, sizes.page_tokens, state.head_dim, self._cache_dtype)
+                self._cache.empty(count, state.kv_heads, sizes.page_tokens, state.head_dim, self._cache_dtype, **state.options)
                 for count, state in zip(counts, config.paged, strict=True)
             ),
             logits=jnp.zeros((slots, config.vocab_rows), jnp.float32),
@@ -540,11 +544,13 @@ class DecoderEngine:
         outer = nnx.merge(self._ends, params["ends"])
         config = self._config
         ropes = jax.tree.map(lambda part: part[:, state.lengths], rope)
-        x, chosen, news = outer.embed(tokens), [], dict[int, tuple[Array, ...]]()
+        x, chosen, news = outer.embed(tokens), [], dict[int, tuple[Array | None, ...]]()
         inputs = outer.layer_inputs(tokens, x)
         steps = [self._cache.reading(table, state.lengths, drawing) for table in tables]
 
-        def extend(index: int, layer: Any, query: Array, *heads: Array, **data: int) -> tuple[Array, Any]:
+        def extend(
+            index: int, layer: Any, query: Array, *heads: Array | None, **data: int
+        ) -> tuple[Array, Any]:
             # A layer that reads the cache of an earlier layer writes that layer's new keys and values again, which changes nothing.
             news[index] = heads or news[index]
             return self._cache.extend(layer, steps[tables_of[index]], query, *news[index], **data)
@@ -558,7 +564,8 @@ class DecoderEngine:
             (stack, _), source = config.places[index], config.sources[index]
             mixer, form = config.stacks[stack].mixer, config.states[source]
             states = held[isinstance(form, Fixed)]
-            step = DecodingStep(states.get(source), drawing, partial(extend, source))
+            options = form.options if isinstance(form, Paged) else {}
+            step = DecodingStep(states.get(source), drawing, partial(extend, source, **options))
             attend: Any = mixer and mixer.step(config, step, **config.data(index))
             turn = config.rope_of_layer[index] if config.rope_of_layer else 0
             own_inputs = None if inputs is None else inputs[index]

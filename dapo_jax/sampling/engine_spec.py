@@ -71,13 +71,14 @@ class EngineSpec:
         """Whether episodes keep their pages and states outside the slots between two turns."""
         return self.has_turns and not self.batch_invariant
 
-    def cache_kind(self, mesh: Mesh) -> Kind:
-        """Returns the kind of cache on a mesh."""
+    def cache_kind(self, mesh: Mesh, config: DecoderConfig) -> Kind:
+        """Returns the kind of cache of a decoder on a mesh."""
         leaves_slots = self.in_flight > 0 or self.batch_invariant or self.has_turns
         sizes = {
             "page_tokens": self.page_tokens,
             "cache_tokens": self.cache_tokens,
             "capacity": self.capacity,
+            "states": config.paged,
         }
         return self.cache or kind_for(mesh, **sizes, dtype=self.stored_dtype, turns=leaves_slots)
 

@@ -20,6 +20,7 @@ from dapo_jax.sampling.cache import (
     LayerCache,
     Live,
     NewHeads,
+    Outputs,
     PerSlot,
     Queries,
     Scalar,
@@ -71,20 +72,22 @@ def extend(
     now: PagedStep,
     query: Queries,
     key: NewHeads,
-    value: NewHeads,
+    value: NewHeads | None,
     sinks: Sinks = None,
     *,
     dtype: str,
     window: int = 0,
     cap: float | None = None,
-) -> tuple[Queries, LayerCache]:
+    value_dim: int | None = None,
+) -> tuple[Outputs, LayerCache]:
     """Implements `cache.extend`, but slots that are not live get no token, and their attention output is 0. Products are computed in `dtype`.
 
     Page entries after a slot's last token are masked, so a NaN that the page's previous owner left there has no effect. Pages before a window are read and masked.
     """
     cache = append_to_pages(cache, now.page, now.lengths, key, value)
     heads, head_dim, slots = query.shape
-    kv_heads, page_tokens = cache.values.shape[1], cache.values.shape[2]
+    kv_heads, page_tokens = cache.keys.shape[1], cache.keys.shape[3]
+    value_scales = cache.key_scales if cache.values is None else cache.value_scales
     at_once = min(_AT_ONCE, slots)
     grouped = (query * head_dim**-0.5).reshape(kv_heads, heads // kv_heads, head_dim, slots)
     grouped = grouped.transpose(3, 0, 1, 2)[now.order]
@@ -102,8 +105,10 @@ def extend(
         there = position[None] < some(now.counts)[:, None]
         if window:
             there &= position[None] >= some(now.counts)[:, None] - window
-        values = jnp.where(there[:, None, :, None], cache.values[pages], 0)
-        scores = product("skdc,skgd->skgc", cache.keys[pages], some(grouped), dtype)
+        keys = cache.keys[pages]
+        values = keys[:, :, :value_dim].swapaxes(2, 3) if cache.values is None else cache.values[pages]
+        values = jnp.where(there[:, None, :, None], values, 0)
+        scores = product("skdc,skgd->skgc", keys, some(grouped), dtype)
         if cache.key_scales is not None:
             scores = scores * cache.key_scales[pages][:, :, None]
         scores = capped(scores, cap)
@@ -112,8 +117,8 @@ def extend(
         weights = jnp.where(there[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + weights.sum(-1)
-        if cache.value_scales is not None:
-            weights = jnp.where(there[:, None, None], weights * cache.value_scales[pages][:, :, None], 0.0)
+        if value_scales is not None:
+            weights = jnp.where(there[:, None, None], weights * value_scales[pages][:, :, None], 0.0)
         out = out * shrink[..., None] + product("skcd,skgc->skgd", values, weights, dtype)
 
         def put(whole: Array, some: Array) -> Array:
@@ -123,8 +128,8 @@ def extend(
 
     shape = grouped.shape[:-1]
     begin = None if sinks is None else sinks.reshape(shape[1:])
-    carry = (*before_keys(shape, begin), jnp.zeros(grouped.shape))
+    carry = (*before_keys(shape, begin), jnp.zeros((*shape, value_dim or head_dim)))
     _, total, out = lax.fori_loop(0, now.ends[-1], part, carry)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     back = jnp.zeros_like(out[:slots]).at[now.order[:slots]].set(out[:slots], unique_indices=True)
-    return back.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), cache
+    return back.transpose(1, 2, 3, 0).reshape(heads, -1, slots).astype(query.dtype), cache

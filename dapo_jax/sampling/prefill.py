@@ -91,6 +91,10 @@ class Prefill:
         whole, row, buffer = (
             NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "tensor"), ("tensor",))
         )
+
+        def over_heads(state: Paged | Fixed | None, sharding: NamedSharding) -> NamedSharding:
+            return whole if isinstance(state, Paged) and state.value_dim is not None else sharding
+
         self._embed = jax.jit(self._embed_program, out_shardings=whole)
 
         def layer(stack: str, kept: Any, *, is_chunk: bool) -> Any:
@@ -104,10 +108,14 @@ class Prefill:
         self._sources = {name for name, mixer in mixers.items() if mixer in sources}
         """The stacks whose keys and values other layers read. Their programs return them as they are, and `_kept` converts them."""
         self._states = dict(zip((name for name, _ in config.places), config.states, strict=True))
-        sharded = {name: buffer if isinstance(state, Paged) else row for name, state in self._states.items()}
+        rows = {name: over_heads(state, row) for name, state in self._states.items()}
+        sharded = {
+            name: over_heads(state, buffer if isinstance(state, Paged) else row)
+            for name, state in self._states.items()
+        }
         self._layer = {
-            name: layer(name, buffer if name in self._sources else row, is_chunk=False)
-            for name in self._states
+            name: layer(name, sharded[name] if name in self._sources else kept, is_chunk=False)
+            for name, kept in rows.items()
         }
         """The program of each stack for rows, and below, the programs for a chunk, for the state before the first chunk, and for the state after the last."""
         self._part = {name: layer(name, kept, is_chunk=True) for name, kept in sharded.items()}
@@ -115,7 +123,10 @@ class Prefill:
             name: jax.jit(partial(self._empty_program, state), out_shardings=sharded[name])
             for name, state in self._states.items()
         }
-        self._kept = jax.jit(self._kept_program, static_argnums=1, out_shardings=row)
+        self._kept = {
+            name: jax.jit(self._kept_program, static_argnums=1, out_shardings=kept)
+            for name, kept in rows.items()
+        }
         self._head = jax.jit(self._head_program, out_shardings=whole)
         self._scores = jax.jit(self._scores_program, out_shardings=whole)
         self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
@@ -178,8 +189,8 @@ class Prefill:
                 raw[stack], is_part = kept[stack], name == "part" and isinstance(self._states[stack], Paged)
                 if is_part or stack in self._sources:
                     program = f"prefill_kept{suffix}" if is_part else f"prefill_{name}_kept{suffix}"
-                    made[program] = partial(self._kept.lower, raw[stack], rows)
-                    kept[stack] = self._kept.eval_shape(raw[stack], rows)
+                    made[program] = partial(self._kept[stack].lower, raw[stack], rows)
+                    kept[stack] = self._kept[stack].eval_shape(raw[stack], rows)
             if name != "part":
                 made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
                 made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
@@ -209,7 +220,7 @@ class Prefill:
                     for at, part in (raw | {index: state}).items()
                     if at in self._config.sources[index + 1 :]
                 }
-                state = self._kept(state, len(packed.segment_ids))
+                state = self._kept[stack](state, len(packed.segment_ids))
             kept.append(state)
             routes += [] if own is None else [own]
         layers, states = self._by_state(kept)
@@ -290,8 +301,10 @@ class Prefill:
                 yield None
         logits = self._head(params["ends"], x, last)
         zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
-        pages, states = self._by_state(buffers)
-        layers = tuple(self._kept(buffer, 1) for buffer in pages)
+        for index, (stack, _) in enumerate(self._config.places):
+            if isinstance(self._states[stack], Paged):
+                buffers[index] = self._kept[stack](buffers[index], 1)
+        layers, states = self._by_state(buffers)
         found = self._recorded(routes, [0], [len(prompt)])
         yield Prefix(
             layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, states=states, routes=found,
@@ -330,7 +343,7 @@ class Prefill:
         """Calls a layer (see `PrefillPart` for the arguments). Returns its output, its new state, and the router's choice if it is recorded."""
         routes, mixer = None if forced is None else choices(forced), self._config.stacks[stack].mixer
 
-        def store(keys: Array, values: Array, rows: int) -> Any:
+        def store(keys: Array, values: Array | None, rows: int) -> Any:
             if stack in self._sources:
                 return keys, values
             return self._cache.of_rows(keys, values, rows, self._cache_dtype)
@@ -340,7 +353,7 @@ class Prefill:
         x, kept, own = nnx.merge(self._blocks[stack], weights)(x, rope, attend, routes, inputs)
         return x, kept, None if own is None or self._routes is None else own.astype(self._routes[1])
 
-    def _kept_program(self, buffers: tuple[Array, Array], rows: int) -> Any:
+    def _kept_program(self, buffers: tuple[Array, Array | None], rows: int) -> Any:
         return self._cache.of_rows(*buffers, rows, self._cache_dtype)
 
     def _head_program(self, ends: nnx.State, x: Array, last: Array) -> Array:
@@ -368,7 +381,7 @@ class Prefill:
         if state is None:
             return None
         buffer = jnp.zeros((state.kv_heads, state.head_dim, self._room), self._dtype)
-        return buffer, buffer
+        return buffer, buffer if state.value_dim is None else None
 
 
 def program_suffix(stack: str) -> str:

@@ -200,7 +200,7 @@ def sampled(name, cache, width):
 
 
 # Rows of 48 tokens prefill each prompt at once; rows of 16 prefill it in parts.
-QUICK = {"slots": ("mistral", "gemma3", "qwen3_5_moe", "olmoe"), "pages": ("gemma3",)}
+QUICK = {"slots": ("mistral", "gemma3", "qwen3_5_moe", "olmoe", "deepseek_v3"), "pages": ("gemma3",)}
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,9 @@ def test_the_sampler_continues_as_the_trainer_computes(name, cache, width):
             rotated = config.ropes[0].width(config.head_dim)
             order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, config.head_dim)]
             keys = keys[..., order]
+        if (values := found.get(key.replace("keys", "values"))) is not None and config.paged[0].value_dim:
+            # The file has the latents, and the rotated keys of all heads.
+            keys = np.concatenate([keys, values], axis=-1)
         of_cache = [at for at, form in enumerate(config.states) if isinstance(form, Paged)].index(layer)
         held = layers[of_cache].keys[0, :, :, : keys.shape[1]]
         np.testing.assert_allclose(np.asarray(held).swapaxes(1, 2), keys, rtol=0, atol=tolerance(name))
@@ -265,17 +268,9 @@ def test_a_loaded_model_is_saved_bit_for_bit(name, tmp_path):
 
 
 MOE = (
-    "qwen3_moe",
-    "olmoe",
-    "granitemoe",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "nemotron_h",
-    "nemotron_h_latent",
-    "granite_hybrid",
-    "gpt_oss",
-    "gemma4_moe",
-)
+    "qwen3_moe", "olmoe", "granitemoe", "qwen3_5_moe", "qwen3_next", "nemotron_h", "nemotron_h_latent", "granite_hybrid", "gpt_oss", "deepseek_v3", "deepseek_v3_flat",
+    "glm4_moe_lite", "glm4_moe", "gemma4_moe",
+)  # fmt: skip
 # Slow: compiles the gradient or the logits of each family. The first family has the same code, and the test of logits has all of them.
 FIRST_MOE = [pytest.param(name, marks=[] if name == MOE[0] else pytest.mark.slow) for name in MOE]
 
@@ -500,7 +495,7 @@ def test_missing_and_additional_experts_are_refused_by_tensor(name, tmp_path):
             ValueError, match=r"has the tensors .*experts\.8\.down_proj.*not part of this model"
         ):
             checked(config, SafetensorsFolder(tmp_path))
-    other = replace(config, mlps=(replace(config.experts, count=4),))
+    other = replace(config, **of_experts(count=4, groups=1, chosen_groups=1)(config))
     with pytest.raises(ValueError, match=r"weight has shape \(8, .* needs \(4, "):
         checked(other, SafetensorsFolder(tmp_path))
 
@@ -568,6 +563,13 @@ LEFT_OUT = {
         {"gate_alpha": 1.0}, lambda config: scaled(config, truncate=True), lambda config: scaled(config, attention_factor=1.0),
     ],
     "olmoe": [of_experts(normalize=True), of_experts(chosen=2), {"qk_norm": "none"}, {"clip_qkv": None}],
+    "deepseek_v3": [
+        of_experts(groups=1, chosen_groups=1), of_experts(choice_bias=False), of_experts(sigmoid=False), of_experts(scale=1.0),
+        of_experts(normalize=False), of_experts(shared_dim=0), of_layers("mixers", neighbours=False), of_layers("mixers", mscale_all_dim=0.0), of_layers("mixers", norm_eps=0.02),
+        lambda config: plain(config, scaling=None), lambda config: plain(config, scaling=replace(config.ropes[0].scaling, attention_factor=1.0)),
+    ],
+    "youtu": [of_layers("mixers", norm_eps=0.02)],
+    "glm4_moe": [of_experts(choice_bias=False), {"qkv_bias": False}, {"qk_norm": "none"}, lambda config: plain(config, share=1.0)],
     "granitemoe": [
         of_experts(normalize=False), {"embed_scale": 1.0}, {"query_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0},
     ],

@@ -17,8 +17,16 @@ from dapo_jax.models.projections import rope_tables
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from tests.prose import ROOT
 
-NAMES = re.compile(r"gated.?delta|deltanet|mamba|delta_(?:blocks|layers)|linear_attention|\bwindow(?:s|ed)?\b|\bsliding", re.IGNORECASE)  # fmt: skip
-TABLES = {"models/families.py", "models/gemma4.py", "models/mamba_families.py", "models/presets.py"}
+NAMES = re.compile(
+    r"gated.?delta|deltanet|mamba|delta_(?:blocks|layers)|linear_attention|latent.?attention|latent_blocks|\bwindow(?:s|ed)?\b|\bsliding", re.IGNORECASE
+)  # fmt: skip
+TABLES = {
+    "models/families.py",
+    "models/gemma4.py",
+    "models/latent_families.py",
+    "models/mamba_families.py",
+    "models/presets.py",
+}
 OTHERS = {
     "models/architecture.py": "the options of attention",
     "models/attention.py": "attention over rows",
@@ -27,6 +35,7 @@ OTHERS = {
     "models/cudnn.py": "attention over rows",
     "models/gated_delta.py": "the mixer",
     "models/gguf.py": "keys of GGUF files",
+    "models/latent_attention.py": "the mixer",
     "models/kernels.py": "attention over rows",
     "models/mamba.py": "the mixer",
     "models/recurrent.py": "what several mixers have in common",
@@ -47,7 +56,7 @@ OTHERS = {
     "text/stop_strings.py": "a window of characters",
 }
 """Other files that may have such a word, and its meaning there."""
-CLASSES = re.compile(r"\b(?:Attention|ATTENTION|GatedDelta|Gated|GATED|Mamba|Experts)\b")
+CLASSES = re.compile(r"\b(?:Attention|ATTENTION|LatentAttention|GatedDelta|Gated|GATED|Mamba|Experts)\b")
 
 
 def sources():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from dapo_jax.models.layer_kinds import Paged
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.sampling import cache as dense
 from dapo_jax.sampling import gpu_cache, tpu_cache
@@ -312,6 +313,13 @@ class Tpu:
 
 
 GPU, TPU = (Mesh(np.array([device]), ("data",)) for device in (Gpu(), Tpu()))
+
+
+def test_a_cache_of_latents_is_read_with_xla():
+    states = (Paged(1, 24, value_dim=16),)
+    for accelerator in (GPU, TPU):
+        assert kind_for(accelerator, dtype="bfloat16", states=states) == "pages"
+        assert "stores only a latent" in without_kernel(accelerator, "bfloat16", states)
 
 
 @pytest.mark.parametrize("kind", KINDS)
