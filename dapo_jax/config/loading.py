@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from os import PathLike
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, overload
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args
 
 import yaml
 
@@ -27,23 +27,13 @@ AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
 RECORD = "config.yaml"
 """Name of the file in which a run records its configuration. Keys of earlier versions are converted in it."""
 
-_Config = TypeVar("_Config", TrainConfig, SftConfig, EvaluateConfig)
+_Config = TypeVar("_Config", bound=AnyConfig)
 _Section = TypeVar("_Section", bound=Section)
 
 
-@overload
-def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig: ...
-
-
-@overload
 def load_config(
-    path: str | PathLike[str], overrides: Sequence[str] = (), *, schema: type[_Config]
-) -> _Config: ...
-
-
-def load_config(
-    path: str | PathLike[str], overrides: Sequence[str] = (), *, schema: type[AnyConfig] = TrainConfig
-) -> AnyConfig:
+    path: str | PathLike[str], overrides: Sequence[str] = (), *, schema: type[_Config] = TrainConfig
+) -> _Config:
     """Loads a YAML file, applies `section.key=value` overrides in order (the last one wins), and checks the result.
 
     The value of an override is parsed as YAML. For a text key, however, the value is used literally, so `data.prompt_template=Q: {prompt}` needs no
@@ -61,7 +51,7 @@ def load_config(
         ConfigError: the file or an override cannot be parsed, has a key that is not in the schema, or has an invalid
             value. The message names the file or the override, the key, the value and the remedy.
     """
-    return _load(path, overrides, (schema,))
+    return cast(_Config, _load(path, overrides, (schema,)))
 
 
 def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence[str] = ()) -> EvaluateConfig:

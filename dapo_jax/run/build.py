@@ -85,7 +85,7 @@ class Run:
         say(f"loading {config.model.source}")
         self._learner, files = self._load_learner(meshes, resumes)
         self._teacher, teacher_files = self._load_teacher(say)
-        self.identity = identity_of(config, prompts=self._prompts.info.identity, model=files | teacher_files)
+        self.identity = identity_of(config, prompts=self._prompts.identity, model=files | teacher_files)
         """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
         self.notes = list(self._notes(resumes))
         episodes = episodes_of(environment, config, self.policy.tokenizer)
@@ -136,7 +136,7 @@ class Run:
         yield f"training {decoder.trained_parameters:,} parameters on {count:,} prompts with {mesh.size} x {device.device_kind}"
         if device.platform == "cpu" and (unused := gpu_settings.unused()):
             yield f"this run uses the CPU. {unused}"
-        yield from prompts.info.notes
+        yield from prompts.notes
         if self.policy.checkpoint and not resumes:
             yield f"the initial weights are from {self.policy.checkpoint} of {config.model.source}"
         if repeated := repeated_prompts(config, count):
