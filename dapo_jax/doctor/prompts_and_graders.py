@@ -57,9 +57,7 @@ def grader(subject: Subject) -> Found:
     """Checks that the grader accepts reference answers and rejects an empty response, or that the environment can be created."""
     config = subject.config
     if source := config.environment.source:
-        episodes = episodes_of(
-            environment_of(config.environment, config.workers.of_environment), config, subject.tokenizer
-        )
+        episodes = episodes_of(environment_of(config), config, subject.tokenizer)
         assert episodes is not None
         with episodes:
             problem = episodes.check(subject.prompts(1)[0], limit=config.episode_tokens)

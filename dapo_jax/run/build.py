@@ -78,7 +78,7 @@ class Run:
         meshes = meshes_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         graders = check_graders(config.reward, reward=reward)  # before the model loads
         _check_advantages(config, advantages, graders)
-        environment = environment_of(config.environment, config.workers.of_environment, reward=reward)
+        environment = environment_of(config, reward=reward)
         say("preparing prompts")  # before the weights load, which takes longer
         self._prompts = prompt_sets(config, tokenizer_of(config.model), rows=prompts, eval_rows=eval_rows)
         self._has_reference = has_reference(config, objective or objective_of(config.loss))
@@ -186,12 +186,10 @@ class Run:
             note = episodes.check(self._prompts.training[0], limit=config.episode_tokens)
             self.notes += filter(None, [note])
         return grading(
-            config.reward,
+            config,
             self.policy,
             episodes=episodes,
             max_response_tokens=config.episode_tokens,
-            stop=config.sampling.stop,
-            workers=config.workers.of_graders,
             graders=graders,
             on_submit=lambda: watch.note("grading the responses to a prompt"),
         )
