@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
+
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.compiled import Program
@@ -180,13 +182,10 @@ def _pairs(tokens: int | float, most: int | float) -> float:
 
 def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig) -> int:
     """Returns the size in bytes of one token's keys and values across all layers with pages, with the scales of an int8 cache."""
-    size, scale = (1, 4) if config.sampling.cache_dtype else (item(config.model.compute_dtype), 0)
+    size, scale = (
+        (1, 4) if config.sampling.cache_dtype else (jnp.dtype(config.model.compute_dtype).itemsize, 0)
+    )
     return sum(2 * state.kv_heads * (state.head_dim * size + scale) for state in decoder.paged)
-
-
-def item(dtype: str) -> int:
-    """Returns the size in bytes of one number of a compute dtype."""
-    return 2 if dtype == "bfloat16" else 4
 
 
 def decode_weight_parameters(decoder: DecoderConfig, tokens: int | float = 1) -> int | float:
@@ -200,7 +199,7 @@ def _unembedding_parameters(decoder: DecoderConfig) -> int:
 
 def _sampler_bytes(parameters: int | float, config: TrainConfig, sizes: MeshSizes) -> float:
     """Returns the size in bytes, on each device, of `parameters` sampler weights, without the small scales of int8 weights."""
-    each = 1 if config.sampling.weight_dtype else item(config.model.compute_dtype)
+    each = 1 if config.sampling.weight_dtype else jnp.dtype(config.model.compute_dtype).itemsize
     return parameters * each / sizes.sampler["tensor"]
 
 
@@ -284,7 +283,7 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
         # Each pass over a microbatch reads the gathered weights in the compute dtype. They remain sharded over the tensor axis.
         used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))
         used += 0 if decoder.lora is None else decoder.trained_parameters
-        return own, one, item(config.model.compute_dtype) * used / sizes.train["tensor"]
+        return own, one, jnp.dtype(config.model.compute_dtype).itemsize * used / sizes.train["tensor"]
 
     own, one, weights = forward(decoder)
     # The backward pass has two matrix products for each one in the forward pass. Full rematerialisation repeats the forward pass.

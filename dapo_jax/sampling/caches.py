@@ -145,11 +145,7 @@ def cache_for(
     kind: Kind, mesh: Mesh, sizes: PageSizes, config: DecoderConfig, *, cache_dtype: str, compute_dtype: str
 ) -> Cache:
     """Returns the functions of a cache of kind `kind`. Keys and values are stored in `cache_dtype`, and attention products are computed in `compute_dtype`.
-    On any platform other than its own, a kernel runs in the slow interpret mode.
-
-    Raises:
-        ValueError: the key-value heads cannot be split over the mesh.
-    """
+    On any platform other than its own, a kernel runs in the slow interpret mode. Raises ValueError if the key-value heads cannot be split over the mesh."""
     cap, kv_heads, head_dim = config.score_cap, config.kv_heads, config.head_dim
     if kind == "slots":
         return DENSE if cap is None else replace(DENSE, extend=partial(DENSE.extend, cap=cap))

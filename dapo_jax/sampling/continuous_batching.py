@@ -221,11 +221,7 @@ class TurnTaking:
 
 
 def check_prompts(prompts: Sequence[Prompt], *, capacity: int, max_response_tokens: int) -> None:
-    """Checks that every prompt leaves room for a response in a slot of `capacity` tokens.
-
-    Raises:
-        ValueError: a prompt is empty or too long.
-    """
+    """Checks that every prompt leaves room for a response in a slot of `capacity` tokens. Raises ValueError if a prompt is empty or too long."""
     for prompt in prompts:
         if not 0 < len(prompt.tokens) <= capacity - max_response_tokens:
             raise ValueError(

@@ -58,11 +58,8 @@ def decoding(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) ->
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """The decoding options of one response, on the host. Temperature 0 is greedy; top-p 1 and top-k 0 or -1 keep the whole distribution.
-
-    Raises:
-        ValueError: the temperature is neither 0 nor in [1e-3, 1e3], top-p is not in (0, 1], or top-k is below -1 or at least 2^31.
-    """
+    """The decoding options of one response, on the host. Temperature 0 is greedy; top-p 1 and top-k 0 or -1 keep the whole distribution. Raises ValueError if
+    the temperature is neither 0 nor in [1e-3, 1e3], top-p is not in (0, 1], or top-k is below -1 or at least 2^31."""
 
     temperature: float = 1.0
     top_p: float = 1.0

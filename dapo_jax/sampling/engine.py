@@ -81,12 +81,8 @@ class DecoderEngine:
     """The engine (`interface.Engine`) for `dapo_jax.models.decoder`, on one mesh."""
 
     def __init__(self, config: DecoderConfig, mesh: Mesh, spec: EngineSpec) -> None:
-        """Builds the programs for one mesh.
-
-        Raises:
-            ValueError: the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one
-                sequence (with `batch_invariant`: all sequences).
-        """
+        """Builds the programs for one mesh. Raises ValueError if the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum
+        position, or the cache cannot hold one sequence (with `batch_invariant`: all sequences)."""
         spec.check(config, mesh)
         config = config.for_length(spec.capacity)
         self._spread = spread = batch_devices(mesh)

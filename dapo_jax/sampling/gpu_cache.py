@@ -90,11 +90,8 @@ def extend(
     cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Queries, LayerCache]:
-    """Implements `paged_cache.extend`. Tokens before a window are not read. Products are computed in `dtype` and summed in float32.
-
-    Raises:
-        ValueError: Triton's code cannot address the keys of an 8-bit cache, because Pallas computes positions in 32 bits with a sign up to a size of 2^32 bytes.
-    """
+    """Implements `paged_cache.extend`. Tokens before a window are not read. Products are computed in `dtype` and summed in float32. Raises ValueError if
+    Triton's code cannot address the keys of an 8-bit cache, because Pallas computes positions in 32 bits with a sign up to a size of 2^32 bytes."""
     from jax.experimental.pallas import triton
 
     (_, kv_heads, page_tokens, head_dim), slots, kept = cache.keys.shape, len(now.live), cache.keys.dtype
