@@ -96,21 +96,6 @@ def leaf_values(config: AnyConfig) -> dict[str, Any]:
     return {key: attrgetter(key)(config) for key in leaf_types(type(config))}
 
 
-def algorithm_of(config: TrainConfig) -> str:
-    """Returns the name of the algorithm whose keys a configuration has, or of the most similar algorithm with the values of the other keys.
-
-    >>> algorithm_of(TrainConfig(run_dir="x")), algorithm_of(load_config("quickstart", ["algorithm=gspo", "loss.kl_coef=0.1"]))
-    ('dapo', 'gspo with loss.kl_coef=0.1')
-    """
-    values = leaf_values(config)
-    changes = {
-        name: [f"{key}={shown(values[key])}" for key, value in keys.items() if values[key] != value]
-        for name, keys in ALGORITHMS.items()
-    }
-    name = min(changes, key=lambda name: len(changes[name]))
-    return f"{name} with {', '.join(changes[name])}" if changes[name] else name
-
-
 def _load(
     name: str | PathLike[str] | None, overrides: Sequence[str], schemas: Sequence[type[AnyConfig]]
 ) -> AnyConfig:

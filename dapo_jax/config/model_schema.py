@@ -1,37 +1,14 @@
 """The sections `model`, `lora` and `sampling`."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from dapo_jax.config.keys import POSITIVE, SIZE, Range, key
+from dapo_jax.config.model_source import SourceParts, source_parts
 from dapo_jax.config.section import Section
 from dapo_jax.hints import nearest
 
 DTYPES = ("float32", "bfloat16")
 TEMPERATURE = Range("0 (greedy), or 0.001 to 1000", lambda v: v == 0 or 1e-3 <= v <= 1e3)
-
-
-class SourceParts(NamedTuple):
-    """The parts of a model's source."""
-
-    place: str
-    """The source without the other parts."""
-    revision: str = ""
-    """Branch, tag or commit of a model on the Hugging Face Hub."""
-    checkpoint: str = "last"
-    """The checkpoint of a run to load: last or best."""
-
-
-def source_parts(source: str) -> SourceParts:
-    """Splits `hf:ORG/NAME@COMMIT` and `RUN@best`.
-
-    >>> source_parts("runs/mine@best")
-    SourceParts(place='runs/mine', revision='', checkpoint='best')
-    """
-    place, _, part = source.rpartition("@")
-    if place.startswith("hf:"):
-        return SourceParts(place, revision=part)
-    return SourceParts(place, checkpoint=part) if place and part in ("last", "best") else SourceParts(source)
 
 
 @dataclass(frozen=True, kw_only=True)

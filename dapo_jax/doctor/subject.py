@@ -5,7 +5,7 @@ from functools import cached_property, partial
 
 from dapo_jax.config import DataConfig, ModelConfig, TrainConfig
 from dapo_jax.config.keys import prefixed
-from dapo_jax.config.model_schema import source_parts
+from dapo_jax.config.model_source import source_parts
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.hub import look_up
 from dapo_jax.models.presets import DecoderConfig

@@ -149,9 +149,8 @@ def _heads_normed(layer: Any, query: Array, key: Array, *, together: bool = Fals
     """Normalizes queries and keys. `together`: one kernel of a GPU computes the sums of all heads. Several devices would have to exchange heads."""
     config = layer.config
     if not together or config.qk_norm != "head":
-        return _normed(layer, query, layer.query_norm, config.heads), _normed(
-            layer, key, layer.key_norm, config.kv_heads
-        )
+        query = _normed(layer, query, layer.query_norm, config.heads)
+        return query, _normed(layer, key, layer.key_norm, config.kv_heads)
     both = jnp.concatenate([query, key])
     factors = jax.lax.rsqrt(jnp.mean(both * both, axis=1, keepdims=True) + config.norm_eps)
     of_query, of_key = (with_offset(config, norm[...]) for norm in (layer.query_norm, layer.key_norm))

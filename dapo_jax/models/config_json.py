@@ -135,9 +135,8 @@ def rope_of(
     for key, value in rope.items():
         if key not in known or value != neutral.get(key, value):
             raise ValueError(f"{where}: {key}={value!r} with rope_type {kind!r} is not supported")
-    needed = {"default": (), "dynamic": ("alpha",), "longrope": ("short_factor", "long_factor")}.get(
-        kind, ("factor",)
-    )
+    other = {"default": (), "dynamic": ("alpha",), "longrope": ("short_factor", "long_factor")}
+    needed = other.get(kind, ("factor",))
     for key in needed:
         if key not in rope:
             raise ValueError(f"{where} lacks the key {key!r}, which rope_type {kind!r} needs")

@@ -283,9 +283,8 @@ def over_rows(
         return jnp.where(same[None, None], part[..., begin : begin + seq], 0.0)
 
     def convolved(part: Array, filters: Array) -> Array:
-        return jax.nn.silu(
-            sum(shifted(part, back) * filters[:, :, :, taps - 1 - back, None] for back in range(taps))
-        )
+        terms = (shifted(part, back) * filters[:, :, :, taps - 1 - back, None] for back in range(taps))
+        return jax.nn.silu(sum(terms))
 
     query, key, value = map(convolved, wide, mixed.filters)
     query, key = _normed(query, 1) * key.shape[1] ** -0.5, _normed(key, 1)

@@ -62,9 +62,8 @@ class DecoderConfig(Architecture):
         def chosen(rope: Rope | None) -> Rope | None:
             if rope is None or rope.scaling is None or rope.scaling.kind != "longrope":
                 return rope
-            return replace(
-                rope, scaling=replace(rope.scaling, long=tokens > rope.scaling.original_max_positions)
-            )
+            long = tokens > rope.scaling.original_max_positions
+            return replace(rope, scaling=replace(rope.scaling, long=long))
 
         return replace(self, ropes=tuple(map(chosen, self.ropes)))
 
@@ -157,9 +156,8 @@ class DecoderConfig(Architecture):
     def parameters(self) -> int:
         """Number of parameters, excluding adapters and vocabulary padding."""
         ends = (self.vocab_size * (1 if self.tied_embeddings else 2) + 1) * self.embed_dim
-        return ends + self.of_all_layers(
-            lambda kind: sum(each.size for each in kind.parameters(self).values())
-        )
+        layers = self.of_all_layers(lambda kind: sum(p.size for p in kind.parameters(self).values()))
+        return ends + layers
 
     @property
     def active_parameters(self) -> int:

@@ -278,9 +278,8 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
         if (order := tensors[stack].order(name, back=True)) is not None:
             found = found[:, order]
         parameter = tensors[stack].parameters[name]
-        return found.reshape(
-            _file_shape(replace(parameter, shape=found.shape, axes=parameter.axes[-found.ndim :]))
-        )
+        shape = _file_shape(replace(parameter, shape=found.shape, axes=parameter.axes[-found.ndim :]))
+        return found.reshape(shape)
 
     def joined(parts: list[str], axis: int, layer: int, *expert: int) -> np.ndarray:
         return np.concatenate([fetch(name, layer, *expert) for name in parts], axis=axis)
@@ -370,11 +369,8 @@ def _stored_dtype(parameter: Parameter, dtype: str) -> str:
 @functools.cache
 def _filler(sharding: Sharding | None) -> Callable[[Array, Array, np.int32], Array]:
     """Returns a program that writes one layer into a stack of layers, in place."""
-    return jax.jit(
-        lambda stack, part, layer: jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0),
-        donate_argnums=0,
-        out_shardings=sharding,
-    )
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
 from dapo_jax.run.sampler_setup import rollout_spec
 from dapo_jax.run.teacher_setup import teacher_of
 from dapo_jax.run.updater_setup import has_reference, objective_of
-from dapo_jax.sampling.page_tables import PageSizes
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.prefill import program_suffix
 from dapo_jax.sampling.prompt_packing import PrefillShape
 

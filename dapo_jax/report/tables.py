@@ -9,7 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.config.loading import algorithm_of, leaf_values
+from dapo_jax.config.algorithms import algorithm_of
+from dapo_jax.config.loading import leaf_values
 from dapo_jax.report.runs import RunFiles
 
 Column = list[float | int | None]

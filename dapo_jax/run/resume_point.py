@@ -12,9 +12,10 @@ from etils import epath
 from dapo_jax.checkpoints.checkpointer import Restored
 from dapo_jax.checkpoints.manifest import DamagedError, step_folders
 from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config.algorithms import algorithm_of
 from dapo_jax.config.former_keys import converted_leaves
 from dapo_jax.config.keys import shown
-from dapo_jax.config.loading import algorithm_of, leaf_values
+from dapo_jax.config.loading import leaf_values
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.folder import CONFIG

@@ -14,7 +14,7 @@ from etils import epath
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.keys import prefixed
 from dapo_jax.config.loading import changed_keys
-from dapo_jax.config.model_schema import source_parts
+from dapo_jax.config.model_source import source_parts
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.hints import nearest
 from dapo_jax.parallel.together import all_gather_bytes, by_first

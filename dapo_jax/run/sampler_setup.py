@@ -15,10 +15,10 @@ from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.sampler_programs import compile_sampling, engine_of, transfer_of
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.caches import token_bytes
 from dapo_jax.sampling.engine import FEED_TOKENS
 from dapo_jax.sampling.engine_spec import EngineSpec, batch_devices
-from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
@@ -160,7 +160,7 @@ def room_for_cache(
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4 + state
     call_tokens = spec.steps_per_call + FEED_TOKENS * spec.has_turns
     sizes = spec.page_sizes(mesh, kind, by_table, holders=spec.slots, call_tokens=call_tokens)
-    all_slots = spec.slots // spread * sizes.held_bytes(spec.capacity, by_table)
+    all_slots = spec.slots // spread * sizes.response_bytes(spec.capacity, by_table)
     if not spec.in_flight and shape.longest <= shape.width and room - rows >= all_slots:
         return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used
     return room - max(rows, rows // 2 + parts)

@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.config import TrainConfig, load_config, to_yaml
-from dapo_jax.config.loading import algorithm_of
+from dapo_jax.config import TrainConfig, load_config
 from dapo_jax.dapo.advantages import Advantages
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
@@ -26,11 +25,11 @@ from dapo_jax.run.loop import Observer, run_steps
 from dapo_jax.run.observers import JudgeCounts, Ratios, StepProgress, TracedSteps
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompt_sets import GivenRows
-from dapo_jax.run.records import Records, use_compilation_cache
+from dapo_jax.run.records import Records, use_compilation_cache, write_config
 from dapo_jax.run.resume_point import has_checkpoint
 from dapo_jax.run.run_dir import claim_run_dir, remove_run
 from dapo_jax.run.updater_setup import objective_of
-from dapo_jax.storage import AnyPath, write_whole
+from dapo_jax.storage import AnyPath
 from dapo_jax.storage.locks import Lock
 from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress
@@ -195,8 +194,7 @@ class _Session:
 
     def _open_records(self, *, resume: bool) -> None:
         """Writes the configuration, and opens the trackers."""
-        text = f"# algorithm: {algorithm_of(self._config)}\n{to_yaml(self._config)}"
-        write_whole(self._run_dir / "config.yaml", text.encode())
+        write_config(self._config, self._run_dir)
         step = self._start.position.step
         # The last step whose metrics are final. At step 0, there is no such step, because the evaluation before training is repeated.
         written = step - (self._start.unfinished is not None) if step else -1

@@ -1,4 +1,4 @@
-"""Chooses the KV cache implementation for the platform of a mesh, and the sizes of the cache."""
+"""Chooses the KV cache implementation for the platform of a mesh, and the sizes of the cache (`cache_sizes.py`)."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.sampling import cache, gpu_cache, paged_cache, tpu_cache
 from dapo_jax.sampling.cache import DENSE, Cache
-from dapo_jax.sampling.page_tables import PageSizes, slot_pages
+from dapo_jax.sampling.cache_sizes import PageSizes, slot_pages
 
 Kind = Literal["slots", "pages", "tpu", "gpu"]
 """`slots`: a dense cache, in which every slot has room for the longest sequence. `pages`: a paged cache built from XLA operations. `tpu`, `gpu`: a paged cache with a

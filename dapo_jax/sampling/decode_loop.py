@@ -109,9 +109,8 @@ class DecodeLoop:
         decoding = self._decoding
         if any(options):
             decoding = decoding_of_slots([None if each is None else each.decoding for each in options])
-        self._state, result = self._engine.generate(
-            self._params, self._state, decoding, min_live, slots.tables, slots.until
-        )
+        arguments = decoding, min_live, slots.tables, slots.until
+        self._state, result = self._engine.generate(self._params, self._state, *arguments)
         ended = self._absorb(result)
         self._release()
         return ended

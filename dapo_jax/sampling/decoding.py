@@ -99,9 +99,8 @@ def response_keys(
 ) -> Key[Array, " responses"]:
     """Returns one key per response, folded from the prompt's ordinal and the response's index in its group. Each turn of an episode has its own key; the
     first turn has the same key as a response without turns."""
-    keys = jax.vmap(lambda ordinal, index: jax.random.fold_in(jax.random.fold_in(key, ordinal), index))(
-        ordinals, indices
-    )
+    fold = jax.random.fold_in
+    keys = jax.vmap(lambda ordinal, index: fold(fold(key, ordinal), index))(ordinals, indices)
     if turns is None:
         return keys
     # Positions are folded into these keys next. The number folded in here is larger than any position, so no keys coincide.
@@ -153,9 +152,8 @@ def _crossing(probabilities: _Scores, top_p: _SlotFloats) -> _SlotFloats:
     mass = jnp.cumsum(listed, axis=-1)
 
     def among_them() -> _SlotFloats:
-        return jnp.take_along_axis(listed, jnp.argmax(mass >= top_p[:, None], axis=-1)[:, None], axis=-1)[
-            :, 0
-        ]
+        column = jnp.argmax(mass >= top_p[:, None], axis=-1)[:, None]
+        return jnp.take_along_axis(listed, column, axis=-1)[:, 0]
 
     def among_all() -> _SlotFloats:
         def enough(taken: _Masks) -> _SlotMask:

@@ -102,9 +102,8 @@ class DecoderEngine:
         kind = spec.cache_kind(mesh)
         self.token_bytes: dict[int, int] = token_bytes(config, mesh, dtype=spec.stored_dtype, kind=kind)
         """Size in bytes, per device, of one token in the KV cache of the layers with each table, with the heads sharded over the devices."""
-        self.page_sizes = spec.page_sizes(
-            mesh, kind, self.token_bytes, holders=holders, call_tokens=spec.steps_per_call + self.feed_tokens
-        )
+        added = spec.steps_per_call + self.feed_tokens
+        self.page_sizes = spec.page_sizes(mesh, kind, self.token_bytes, holders=holders, call_tokens=added)
         self._tables = tuple(self.page_sizes.table_of(state.tokens) for state in config.paged)
         if spec.batch_invariant and self.page_sizes.runs_out:
             raise ValueError(
@@ -283,13 +282,11 @@ class DecoderEngine:
                 prefix = replace(prefix, states=self._parked.eval_shape(held[2], column))
             prefixes["parked"] = prefix
         fed = jax.ShapeDtypeStruct((self.slots, self.feed_tokens), jnp.int32)
-        feeding = (fed, column) if self.feed_tokens else ()
+        arrays = (rows, fed, column) if self.feed_tokens else (rows,)
         for name, prefix in prefixes.items():
             if prefix.layers and self.page_sizes.table_pages > 1:
                 made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, pages)
-            made[f"insert_{name}"] = partial(
-                self._insert.lower, prefix, state, pages, (rows, *feeding), number, key
-            )
+            made[f"insert_{name}"] = partial(self._insert.lower, prefix, state, pages, arrays, number, key)
         return made
 
     @cached_property

@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.caches import Kind, kind_for, sizes_for
-from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
 _ROWS, _TOKENS = 4, 4096

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.decoding import Decoding
-from dapo_jax.sampling.page_tables import Fill, PageSizes
+from dapo_jax.sampling.page_tables import Fill
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.sampling.cache_sizes import pages_for
 from dapo_jax.sampling.interface import Engine
-from dapo_jax.sampling.page_tables import Fill, Pages, pages_for
+from dapo_jax.sampling.page_tables import Fill, Pages
 from dapo_jax.sampling.requests import Request
 
 SPARE_PAGES = 2

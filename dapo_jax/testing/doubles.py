@@ -13,9 +13,9 @@ from jaxtyping import Int, PRNGKeyArray, PyTree
 from dapo_jax.models.decoder import end_parameters
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
+from dapo_jax.sampling.cache_sizes import PageSizes, slot_pages
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Insertion, ResultTokens
-from dapo_jax.sampling.page_tables import PageSizes, slot_pages
 
 Script = Callable[[int, int], Sequence[int]]
 """A function from the ordinal of the prompt and the index of the response in its group to the tokens of the response."""

@@ -11,9 +11,9 @@ import pytest
 
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.dapo.tokens import Tokens
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.slots import Slots
 from dapo_jax.testing import ScriptedEngine

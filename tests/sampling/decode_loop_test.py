@@ -12,11 +12,11 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.decode_loop import DecodeLoop
 from dapo_jax.sampling.decoding import DecodingOptions, decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.engine_spec import EngineSpec
-from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.requests import OwnOptions, Request
 from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
 from tests.sampling.continuous_batching_schedule_test import PrefillsSlowly

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.page_tables import Fill, Pages, PageSizes
+from dapo_jax.sampling.page_tables import Fill, Pages
 from dapo_jax.testing import ScriptedEngine
 
 EOS = 1
@@ -79,7 +80,7 @@ def test_bytes_are_divided_so_that_only_the_first_table_runs_out():
     assert sizes.bytes(each) == 4 * (20 * 1 + 12 * 3)
     assert [sizes.fitting(room, each) for room in (160, 192, 200, 240, 10**6)] == [10, 12, 14, 24, 24]
     assert [replace(sizes, pool_pages=pages).pages_of(1) for pages in (10, 20)] == [10, 12]
-    assert [sizes.held_bytes(tokens, each) for tokens in (10, 24)] == [40, 24 + 3 * 12]
+    assert [sizes.response_bytes(tokens, each) for tokens in (10, 24)] == [40, 24 + 3 * 12]
 
 
 def test_without_enough_free_pages_nothing_starts_and_nothing_changes():

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.sampling import cache as dense
 from dapo_jax.sampling import gpu_cache, tpu_cache
+from dapo_jax.sampling.cache_sizes import slot_pages
 from dapo_jax.sampling.caches import cache_for, kind_for, sizes_for, without_kernel
-from dapo_jax.sampling.page_tables import slot_pages
 from dapo_jax.testing import tiny_decoder_config
 
 KINDS = [

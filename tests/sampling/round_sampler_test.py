@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.round_sampler import RoundSampler
 from dapo_jax.testing import ScriptedEngine

@@ -14,8 +14,8 @@ from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.decoding import response_keys
-from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
 from tests.sampling.continuous_batching_test import (
     EOS,
