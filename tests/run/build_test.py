@@ -172,7 +172,8 @@ def own_bytes(state, kl_coef):
     return weights, whole + (weights if kl_coef else 0)
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+# Slow without a penalty: the same run with one reference less.
+@pytest.mark.parametrize("kl_coef", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_the_initial_weights_are_not_kept_next_to_the_state(kl_coef, micro, rows, tmp_path):
     """After its start, also from a checkpoint, a run holds its state, with a KL penalty one reference, and little else."""
     config = micro(loss__kl_coef=kl_coef)

@@ -168,7 +168,8 @@ def test_appended_tokens_are_fed_to_pages_that_stayed():
     assert all(len(response.turns) == 4 for responses in found.values() for response in responses)
 
 
-@pytest.mark.parametrize("slots", [4, 12])
+# Slow with a slot for each episode: compiles other samplers of the same model.
+@pytest.mark.parametrize("slots", [4, pytest.param(12, marks=pytest.mark.slow)])
 def test_recurrent_states_wait_for_the_next_turn(slots):
     """Three turns each of twelve episodes of a model with Gated DeltaNet, in fewer slots or in as many: only the two prompts are prefilled. An engine that prefills each turn
     samples the same. If the last token of a turn were in its state, or a state were another response's, log-probabilities would differ by far more than 2e-5."""
