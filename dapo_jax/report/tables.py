@@ -85,11 +85,10 @@ def comparable(tables: Sequence[Table]) -> list[Table]:
 
 
 def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Returns every configuration key with its default and each run's value, as text.
+    """Returns {key, default, values, departs, differs} for each configuration key in the order of the schema.
 
-    Returns:
-        {key, default, values, departs, differs} for each key in the order of the schema. `values` contains None for a run
-        without config.yaml. `departs` is true if any run differs from the default, and `differs` if the runs differ.
+    `default` and the runs' `values` are texts, or None for a run without config.yaml. `departs` is true if any run differs from the default, and `differs` if the
+    runs differ.
     """
     default = leaf_values(TrainConfig(run_dir="RUN"))
     leaves = [None if run.config is None else leaf_values(run.config) for run in runs]

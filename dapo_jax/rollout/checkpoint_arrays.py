@@ -44,10 +44,8 @@ _FLIGHT = "flight_"
 def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None, texts: int = 0) -> Arrays:
     """Flattens groups to arrays. Without groups, returns an empty dict.
 
-    Args:
-        groups: the groups to flatten.
-        whole: whether each group keeps its tokens, log-probabilities, texts and reasons; other groups are stored in brief. If None, all groups keep them.
-        texts: number of responses in each brief group that keep their texts and reasons.
+    Groups for which `whole` is True (None: all groups) keep their tokens, log-probabilities, texts and reasons. In each brief group, the first `texts` responses keep
+    their texts and reasons.
     """
     if not groups:
         return {}

@@ -184,13 +184,9 @@ class Exchange:
         return graded
 
     def round(self, asked: list[list[ResponseId]], sampled: Sequence[Drawn]) -> dict[ResponseId, Drawn]:
-        """Exchanges the tokens of a round. Returns the new tokens of every response in flight.
+        """Exchanges the tokens of a round. Returns the new tokens of every response in flight, and raises the same errors as `groups`.
 
-        Args:
-            asked: for each sampler, the responses that it samples in this round, in order.
-            sampled: the new tokens that this process sampled, one array per response, in order.
-
-        Raises the same errors as `groups`.
+        `asked` has the responses that each sampler samples in this round, and `sampled` the new tokens of this process's responses in the same order.
         """
         if self.alone:
             return dict(zip(asked[0], sampled, strict=True))

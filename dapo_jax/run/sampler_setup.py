@@ -97,15 +97,10 @@ def response_sampler(
     memory: int | None = None,
     on_look: Callable[[], None] = lambda: None,
 ) -> ResponseSampler:
-    """Builds a sampler. Nothing is compiled yet.
+    """Builds a sampler. Nothing is compiled yet. Raises ConfigError if the number of slots or the lengths do not fit the mesh, the model or the memory.
 
-    Args:
-        resident: memory in use on each device during sampling, in bytes, without the sampler's weights and cache.
-        memory: memory of a device in bytes. Defaults to the amount that the devices report. CPUs do not report an amount.
-        on_look: called before each engine call that samples tokens.
-
-    Raises:
-        ConfigError: the number of slots or the lengths do not fit the mesh, the model or the memory.
+    `resident` is the memory in use on each device during sampling, in bytes, without the sampler's weights and cache. `memory` is the memory of a device in bytes. It
+    defaults to the amount that the devices report; CPUs do not report an amount. `on_look` is called before each engine call that samples tokens.
     """
     sampling, mesh = spec.sampling, meshes.sampler
     transfer = transfer_of(policy, meshes, sampling, dtype=spec.engine.compute_dtype)

@@ -54,11 +54,7 @@ class EpisodeLimits:
         """Returns the finish reason of an episode that is over, or None if its next turn begins after the tokens `before`.
 
         If the environment ends an episode whose last turn was cut off by the token limit, the reason is "length", as for a response without an environment.
-        An episode without room for a first turn ends at once.
-
-        Args:
-            request: the episode, whose last turn has ended.
-            before: the environment's tokens before the next turn. None if the environment ended the episode, or if the episode was lost.
+        An episode without room for a first turn ends at once. None for `before`: the environment ended the episode, or the episode was lost.
         """
         if before is None:
             cut = request.drawn >= self.episode_tokens and request.reasons[-1:] == ("length",)
