@@ -111,7 +111,7 @@ def test_library_tests_and_configuration_are_no_larger_than_their_limits():
     """The limits of the whole. They only fall; a commit that raises one needs a reason."""
     assert lines_of(SOURCES) <= 42_534
     assert lines_of((ROOT / "tests").rglob("*.py")) <= 51_331
-    assert len(leaf_types(TrainConfig)) <= 119
+    assert len(leaf_types(TrainConfig)) <= 118
 
 
 LONG_FILES = set[str]()

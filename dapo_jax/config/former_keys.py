@@ -152,6 +152,7 @@ FORMER = {
     "data.data_dir": _fixed("set the environment variable TFDS_DATA_DIR instead"),
     "batch.packing": _fixed("a row always contains several responses if they fit"),
     "optimizer.from_source": _fixed("a run that starts from another run has a new optimizer state"),
+    "sampling.page_tokens": _fixed("the number of tokens per page follows from the platform and the slots"),
     "sampling.steps_per_call": _fixed("it follows from sampling.max_response_tokens"),
     "sampling.merge_lora": _fixed("the sampler always applies the adapters separately, as training does"),
 }

@@ -87,9 +87,6 @@ class SamplingConfig(Section, at="sampling"):
         4096, range=SIZE, aliases="max_num_batched_tokens chunked_prefill_size", may_change=True
     )
     """Maximum number of prompt tokens per prefill. Longer prompts are prefilled in chunks."""
-    page_tokens: int = key(0, aliases="block_size page_size", may_change=True)
-    """Number of tokens per page of the KV cache. A response is allocated more pages as it grows, and responses to the same prompt share the prompt's full pages.
-    0 selects a default for the platform. On a single CPU, the default for up to 256 tokens per prompt and response is a cache without pages."""
     cache_tokens: int = key(0, aliases="vllm_gpu_memory_utilization gpu_memory_utilization", may_change=True)
     """Capacity of a sampler's KV cache in tokens, over all of the sampler's devices. If the cache is full, the most recently started response is preempted and later
     re-prefilled. Layers with a window keep fewer tokens. 0 means as many tokens as fit into device memory next to the weights and the training state. A run logs this number when it

@@ -24,7 +24,7 @@ from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import DrawnTurn, Group, Prompt, Rollout, Verdict
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
-from dapo_jax.plan.workload import batch_shards
+from dapo_jax.parallel.mesh import batch_shards
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import samples_of

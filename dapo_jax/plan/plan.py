@@ -9,14 +9,14 @@ import jax
 from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice
+from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice, batch_shards
 from dapo_jax.plan.compiled import Program, ProgramMemory, compile_program
 from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.topologies import Topology, devices_of, present_bytes
-from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, batch_shards, workload_of
+from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, workload_of
 from dapo_jax.run.disk_space import STATE_BYTES, gib
 from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.run.sources import with_adapters

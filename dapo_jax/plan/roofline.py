@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.parallel.mesh import batch_shards
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.topologies import Topology
-from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
+from dapo_jax.plan.workload import MeshSizes, Workload
 from dapo_jax.run.sampler_setup import rollout_spec
 from dapo_jax.run.teacher_setup import teacher_of
 from dapo_jax.run.updater_setup import has_reference, objective_of

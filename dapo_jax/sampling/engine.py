@@ -27,12 +27,12 @@ from dapo_jax.models.projections import rope_tables
 from dapo_jax.models.rope import RopeTables
 from dapo_jax.numerics.quantization import Quantized
 from dapo_jax.parallel.gpu_settings import DECODING_OPTIONS
-from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.mesh import BATCH_AXES, batch_shards
 from dapo_jax.parallel.training_layout import SamplerLayout
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.caches import cache_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
-from dapo_jax.sampling.engine_spec import BLOCK_SLOTS, EngineSpec, batch_devices
+from dapo_jax.sampling.engine_spec import BLOCK_SLOTS, EngineSpec
 from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.prefill import Known, Prefill, Prefix, Read
 
@@ -85,7 +85,7 @@ class DecoderEngine:
         position, or the cache cannot hold one sequence (with `batch_invariant`: all sequences)."""
         spec.check(config, mesh)
         config = config.for_length(spec.capacity)
-        self._spread = spread = batch_devices(mesh)
+        self._spread = spread = batch_shards(mesh.shape)
         self._blocks = spec.slots // (spread * BLOCK_SLOTS) if spec.batch_invariant else 0
         self.slots, self.capacity, self.stop_ids = spec.slots, spec.capacity, tuple(spec.stop_ids)
         self.steps_per_call = spec.steps_per_call
@@ -103,7 +103,7 @@ class DecoderEngine:
         self.token_bytes: dict[int, int] = token_bytes(config, mesh, dtype=spec.stored_dtype, kind=kind)
         """Size in bytes, per device, of one token in the KV cache of the layers with each table, with the heads sharded over the devices."""
         added = spec.steps_per_call + self.feed_tokens
-        self.page_sizes = spec.page_sizes(mesh, kind, self.token_bytes, holders=holders, call_tokens=added)
+        self.page_sizes = spec.page_sizes(config, mesh, holders=holders, call_tokens=added)
         self._tables = tuple(self.page_sizes.table_of(state.tokens) for state in config.paged)
         if spec.batch_invariant and self.page_sizes.runs_out:
             raise ValueError(

@@ -107,7 +107,7 @@ def test_the_arguments_have_the_sizes_of_the_shapes(file, compiled):
 
 
 LONG = [
-    "data.max_prompt_tokens=256", "sampling.max_response_tokens=1792", "sampling.page_tokens=128", "sampling.cache_tokens=8192",
+    "data.max_prompt_tokens=256", "sampling.max_response_tokens=1792", "sampling.cache_tokens=8192",
 ]  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def test_arrays_that_do_not_fit_are_named_and_a_remedy_is_compiled(file, folder,
     """A cached token on one of its 2 devices has 2 layers x 1 head x 128 x 2 x 2 bytes = 1 KiB. 1024 slots of 16,384 on each of 2 groups of
     devices are 16 GiB of the 15.75. The suggestion is as many tokens as the limit leaves."""
     changes = [
-        f"model.source={folder}", "sampling.slots=2048", "sampling.max_response_tokens=16256", "sampling.page_tokens=512",
+        f"model.source={folder}", "sampling.slots=2048", "sampling.max_response_tokens=16256",
         "sampling.cache_tokens=33554432",
     ]  # fmt: skip
     config = load_config(file, changes)

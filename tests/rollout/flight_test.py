@@ -10,6 +10,7 @@ import pytest
 from dapo_jax.health.stopping import Stop, StoppedError
 from dapo_jax.rollout.group_sampling import Places
 from dapo_jax.rollout.virtual_clock import ResponseId
+from dapo_jax.sampling.caches import PAGE_TOKENS
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests.rollout.processes_test import assert_the_same
 
@@ -69,12 +70,11 @@ def test_written_rollouts_are_trained_on_and_name_the_weights_of_their_tokens(fl
     ("slots", "cache_tokens"),
     [(8, 96), *(pytest.param(slots, 0, marks=pytest.mark.slow) for slots in (8, 32))],
 )
-def test_slots_and_pages_change_nothing(slots, cache_tokens, flying, flown, run_micro, rows):
+def test_slots_and_pages_change_nothing(slots, cache_tokens, flying, flown, run_micro, rows, monkeypatch):
     """Fewer slots than the sixteen in flight, which take turns, or more; pages for only one sequence on each device. Numbers of the host are equal, numbers of devices
     up to rounding: the width of a product decides the order of its sum."""
     cache = {"sampling__slots": slots, "sampling__cache_tokens": cache_tokens}
-    if cache_tokens:
-        cache["sampling__page_tokens"] = 4
+    monkeypatch.setitem(PAGE_TOKENS, "pages", 4)
     found = run_micro(flying(log__rollouts_every_steps=1, **cache), eval_rows=rows)
     assert_the_same(found.run_dir, flown.run_dir, steps=range(1, 6))
 

@@ -100,10 +100,9 @@ def sampler_of(model):
     def make(slots, *, in_flight=0, **sampling):
         mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
         policy = load_policy(ModelConfig(source=model), mesh=mesh)
-        config = SamplingConfig(slots=slots, page_tokens=4, max_response_tokens=16, **sampling)
-        spec = sampler_spec(
-            config, max_prompt_tokens=8, compute_dtype="float32", group_size=2, in_flight=in_flight
-        )
+        config = SamplingConfig(slots=slots, max_response_tokens=16, **sampling)
+        lengths = {"max_prompt_tokens": 8, "group_size": 2, "page_tokens": 4}
+        spec = sampler_spec(config, **lengths, compute_dtype="float32", in_flight=in_flight)
         sampler = response_sampler(policy, make_meshes(mesh), spec, seed=0)
         return policy, sampler, sampler.transfer(policy.params)
 

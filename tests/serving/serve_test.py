@@ -65,7 +65,7 @@ class Client:
 @pytest.fixture(scope="module")
 def server(policies, tmp_path_factory):
     """A client of the server. SIGTERM must end the server without an error."""
-    options = ("--slots", 2, "--steps-per-call", 4, "--page-tokens", 4)
+    options = ("--slots", 2, "--steps-per-call", 4)
     folder = tmp_path_factory.mktemp("server")
     policies[0].save(folder / "model")
     lengths = ("--max-prompt-tokens", 9, "--max-response-tokens", LIMIT)
