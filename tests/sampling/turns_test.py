@@ -271,6 +271,22 @@ def test_an_environment_may_begin_and_end_the_episode():
             assert turn.finish_reason == ("stop" if turn.record.ids[-1] == EOS else "length")
 
 
+def test_a_stop_rule_ends_a_turn_by_the_tokens_of_this_turn_alone():
+    """A turn ends with its first 5. The environment appends a 5 and a 7, and a call samples three tokens."""
+    scripts = [3, 5, 3, EOS], [3, 3, 5, EOS], [EOS]
+    engine = ScriptedEngine(
+        lambda ordinal, index, turn=0: scripts[turn], slots=2, capacity=48, steps_per_call=3, stop_ids=[EOS]
+    )
+
+    def stop(ids, start):
+        return next((n + 1 for n in range(start, len(ids)) if ids[n] == 5), None)
+
+    environments = Appending(lambda ordinal, index, turns: [5, 7] if turns else [], max_turns=3)
+    found = episodes(engine, environments, prompts(0), samples=1, limit=20, weights={}, stop=stop)
+    assert found[0][0].tokens.tolist() == [3, 5, 5, 7, 3, 3, 5, 5, 7, EOS]
+    assert [tuple(turn) for turn in found[0][0].turns] == [(0, 2), (4, 7), (9, 10)]
+
+
 @pytest.mark.parametrize("beginning", [None, [5] * LIMIT], ids=["lost", "too long"])
 def test_an_episode_without_a_turn_costs_no_other(beginning):
     def answer(ordinal, index, turns):
