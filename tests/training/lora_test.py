@@ -142,8 +142,9 @@ def assert_exact(found):
 @pytest.mark.parametrize(
     ("axes", "packed"),
     [
-        ({}, True),
         ({"fsdp": 2, "tensor": 2, "context": 2}, True),
+        # Slow: one device. `test_a_base_with_separate_layers_gives_the_same_gradient` has the same gradient on one device.
+        pytest.param({}, True, marks=pytest.mark.slow),
         # Slow: compiles another update for rows without shared prompts. tests/training/update_test.py compares both ways of packing.
         pytest.param({}, False, marks=pytest.mark.slow),
         # Eight devices again; the case above has all kinds of collectives.
