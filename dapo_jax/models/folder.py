@@ -65,10 +65,7 @@ def load_model(
 
 def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
     """Loads the `DecoderConfig` from a folder's config.json.
-
-    Raises:
-        ValueError: config.json is missing, is not JSON, lacks a key, or describes an unsupported model.
-    """
+    Raises ValueError if config.json is missing, is not JSON, lacks a key, or describes an unsupported model."""
     path = path_of(folder) / CONFIG
     config = understand(described := read_json(path), path)
     if config.wrapped and described.get("tie_word_embeddings") not in (None, config.tied_embeddings):

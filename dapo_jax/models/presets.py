@@ -281,11 +281,7 @@ PRESETS: dict[str, DecoderConfig] = {
 
 
 def preset(name: str) -> DecoderConfig:
-    """Returns the preset with the name `name`.
-
-    Raises:
-        ValueError: there is no such preset. The message suggests the most similar name.
-    """
+    """Returns the preset with the name `name`. Raises ValueError if there is no such preset. The message suggests the most similar name."""
     if name not in PRESETS:
         near = nearest(name, PRESETS, least=0.0)[0]
         raise ValueError(f"no model preset {name!r}; the nearest is {near!r} (all: {', '.join(PRESETS)})")

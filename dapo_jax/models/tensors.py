@@ -52,10 +52,7 @@ class TensorFile(Protocol):
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
         """Returns the part `cut` of a tensor, in the dtype stored in the file.
-
-        Raises:
-            ValueError: the tensor cannot be read. The message contains the path.
-        """
+        Raises ValueError if the tensor cannot be read. The message contains the path."""
         ...
 
 
@@ -335,10 +332,7 @@ def place_adapters(
     shardings: Callable[[nnx.State], PyTree] | None = None,
 ) -> nnx.State:
     """Loads adapters from `file` in float32. Because adapters are small, the layers of each adapter are stacked on the host.
-
-    Raises:
-        ValueError: a tensor is missing, is unexpected or has the wrong shape. The message names the tensor.
-    """
+    Raises ValueError if a tensor is missing, is unexpected or has the wrong shape. The message names the tensor."""
     shapes = parted(shapes_of(config))[0]
     pure, tensors = nnx.to_pure_dict(shapes), _tensors(config)
     text = replace(config, wrapped=False)  # files are read with the names of the text model
