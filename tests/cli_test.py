@@ -196,7 +196,8 @@ def test_a_file_or_folder_is_a_dataset(verb, tmp_path, capsys, monkeypatch):
     assert "owm.jsonl" in one_message(capsys, "data")
 
 
-@pytest.mark.parametrize("platforms", ["nonsense", "cuda"])
+# Slow: starts a process. A platform without its plugin has the same message.
+@pytest.mark.parametrize("platforms", ["cuda", pytest.param("nonsense", marks=pytest.mark.slow)])
 def test_a_platform_that_is_not_here_is_one_message(platforms, tmp_path):
     words = ["-m", "dapo_jax.cli", "sample", "shipped:quickstart", "--prompt", "1"]
     done = python(*words, env=os.environ | {"JAX_PLATFORMS": platforms})

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.dapo.metrics import Max, Mean
+from dapo_jax.dapo.metrics import Mean
 from dapo_jax.testing import ScriptedEngine
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.training.minibatch import Stack
@@ -87,10 +87,6 @@ class Updates(Updater):
 
 def mean(value):
     return Mean(np.float32(value), np.float32(1.0))
-
-
-NOT_FINITE = {"nonfinite/loss": Max(np.ones(1, np.float32))}
-"""Metrics of a skipped update."""
 
 
 class Tracker:

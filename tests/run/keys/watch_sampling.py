@@ -281,7 +281,6 @@ WATCHERS = [
         also={"data.source": "jsonl", "data.path": "questions/train.jsonl"},
     ),
     watch("eval.prompts", lambda look: len(look.evaluated()["arithmetic"]), (0, len(ROWS)), (2, 2)),
-    echoes("eval.samples_per_prompt", lambda look: len(look.evaluated()["arithmetic"][0].rollouts), 4, 8),
     watch("eval.temperature", evaluated_with, (1.0, [1, 1, 0]), (0.25, [0.25, 1, 0])),
     watch("eval.top_p", evaluated_with, (1.0, [1, 1, 0]), (0.5, [1, 0.5, 0])),
     watch("eval.top_k", evaluated_with, (0, [1, 1, 0]), (3, [1, 1, 3])),
