@@ -146,7 +146,7 @@ class Programs:
             reread=reread,
             waiting=reread if prefill.longest > width else 0,
             decode_state=bytes_on_device(engine.state_structs, sizes.sampler),
-            paused=bytes_on_device(engine.paused_structs, sizes.sampler),
+            paused=bytes_on_device(engine.parked_structs, sizes.sampler),
         )
 
     @property

@@ -34,6 +34,7 @@ from dapo_jax.sampling.caches import cache_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.engine_spec import BLOCK_SLOTS, EngineSpec
 from dapo_jax.sampling.interface import Insertion, ResultTokens
+from dapo_jax.sampling.parked_states import ParkedStates, first, no_parked_states, park, rows_of
 from dapo_jax.sampling.prefill import Known, Prefill, Prefix, Read
 
 
@@ -151,10 +152,12 @@ class DecoderEngine:
         self.state_structs = self._init.eval_shape()
         self._fill = jax.jit(self._fill_program, donate_argnums=1, out_shardings=state.layers)
         self._insert = jax.jit(self._insert_program, donate_argnums=1, out_shardings=state)
-        held = (whole, whole, states)
-        self._none_paused = jax.jit(self._none_paused_program, out_shardings=held)
-        self._parked = jax.jit(self._parked_program, out_shardings=states)
-        self._paused = jax.jit(self._paused_program, donate_argnums=0, out_shardings=held)
+        parked = ParkedStates(logits=whole, lengths=whole, states=states)
+        sizes = self._config, self.page_sizes.holders, self._dtype
+        none_parked = partial(no_parked_states, *sizes, with_logits=self._takes_turns)
+        self._none_parked = jax.jit(none_parked, out_shardings=parked)
+        self._parked_rows = jax.jit(rows_of, out_shardings=states)
+        self._park = jax.jit(park, donate_argnums=0, out_shardings=parked)
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         generate = partial(jax.jit, self._generate_program, donate_argnums=1, out_shardings=(state, whole))
         options = DECODING_OPTIONS if self._fixed_steps else (None, None)
@@ -170,7 +173,7 @@ class DecoderEngine:
         return self._read(params, prompts, routes, score=score)
 
     def insert(
-        self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
+        self, prefix: Prefix | ParkedStates, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
         """Inserts prefilled prompts into slots. One program inserts all responses and writes up to `slots` pages. Another program writes any further pages."""
         fills = [(fill.table, prompt, fill.first, fill.page) for prompt, fill in insertion.fills]
@@ -202,32 +205,29 @@ class DecoderEngine:
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         return self._release(state, self._padded(np.array(slots, np.int32)), np.int32(len(slots)))
 
-    def paused(
-        self, state: DecodeState, prefix: Prefix | None, slots: Sequence[int], rows: Sequence[int]
-    ) -> Prefix:
-        held = self._none_paused() if prefix is None else self._waiting(prefix)
+    def park(
+        self, state: DecodeState, parked: ParkedStates | None, slots: Sequence[int], rows: Sequence[int]
+    ) -> ParkedStates:
+        parked = self._none_parked() if parked is None else parked
         places = self._padded(np.array([slots, rows], np.int32)), np.int32(len(slots))
-        held = self._paused(held, self._waiting(state), *places)
-        return self._of_paused(held, np.zeros(self.page_sizes.holders, np.int32))
+        return self._park(parked, self._of_slots(state), *places)
 
-    def _waiting(self, source: DecodeState | Prefix) -> tuple[Any, ...]:
-        """Returns the arrays that `paused` copies. Parked responses need no logits."""
-        return source.logits if self._takes_turns else (), source.lengths, source.states
-
-    def _of_paused(self, held: tuple[Any, ...], zeros: Any) -> Prefix:
-        logits, lengths, states = held
-        return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths, states=states)
+    def _of_slots(self, state: DecodeState) -> ParkedStates:
+        """Returns the arrays that `park` copies. Responses that are fed before they sample need no logits."""
+        logits = state.logits if self._takes_turns else ()
+        return ParkedStates(logits=logits, lengths=state.lengths, states=state.states)
 
     @property
-    def paused_structs(self) -> tuple[Any, ...]:
-        """The shapes of the arrays for paused and parked responses, or () if each of their responses has a slot or only pages."""
-        return self._none_paused.eval_shape() if self._takes_turns or self.parks_states else ()
+    def parked_structs(self) -> ParkedStates | None:
+        """The shapes of the parked states, or None if each response outside the slots needs only its pages."""
+        return self._none_parked.eval_shape() if self._takes_turns or self.parks_states else None
 
-    def parked(self, lengths: Sequence[int], prefix: Prefix | None, rows: Sequence[int]) -> Prefix:
-        """Implements `Engine.parked`. The logits are placeholders, because feeding tokens computes new logits."""
-        zeros, held = np.zeros(self.slots, np.int32), self._padded(np.array(lengths))
-        states = () if prefix is None else self._parked(prefix.states, self._padded(np.array(rows)))
-        return self._of_paused((self._no_logits, held, states), zeros)
+    def parked_prefix(
+        self, lengths: Sequence[int], parked: ParkedStates | None, rows: Sequence[int]
+    ) -> ParkedStates:
+        """Implements `Engine.parked_prefix`. The logits are placeholders, because feeding tokens computes new logits."""
+        states = () if parked is None else self._parked_rows(parked.states, self._padded(np.array(rows)))
+        return ParkedStates(logits=self._no_logits, lengths=self._padded(np.array(lengths)), states=states)
 
     @cached_property
     def _no_logits(self) -> Array:
@@ -260,34 +260,34 @@ class DecoderEngine:
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
         positions = jax.ShapeDtypeStruct((self.capacity,), jnp.int32)
         rope = self._angles.eval_shape(positions, self._config)
-        (programs, prefixes), decode = self._read.programs(params, again=again), self._generate_with(params)
-        made = {
+        prefill, of_prompts = self._read.programs(params, again=again)
+        decode, prefixes = self._generate_with(params), dict[str, Any](of_prompts)
+        lowered = {
             "init": self._init.lower,
             "generate": partial(decode.lower, params, state, rope, decoding, number, tables, column),
             "release": partial(self._release.lower, state, column, number),
-            **programs,
+            **prefill,
         }
-        if held := self.paused_structs:
+        if parked := self.parked_structs:
             places = jax.ShapeDtypeStruct((2, slots), jnp.int32)
-            made["none_paused"] = self._none_paused.lower
-            made["paused"] = partial(self._paused.lower, held, self._waiting(state), places, number)
+            lowered["none_paused"] = self._none_parked.lower
+            lowered["paused"] = partial(self._park.lower, parked, self._of_slots(state), places, number)
         if self._takes_turns:
-            all_rows = jax.ShapeDtypeStruct((self.page_sizes.holders,), jnp.int32)
-            prefixes["paused"] = self._of_paused(held, all_rows)
+            prefixes["paused"] = parked
         if self.feed_tokens:
-            one = jax.ShapeDtypeStruct((1, *state.logits.shape[1:]), state.logits.dtype, sharding=self._whole)
-            prefix = Prefix(layers=(), logits=one, rows=column, starts=column, lengths=column)
-            if self.parks_states:
-                made["parked"] = partial(self._parked.lower, held[2], column)
-                prefix = replace(prefix, states=self._parked.eval_shape(held[2], column))
-            prefixes["parked"] = prefix
+            row = jax.ShapeDtypeStruct((1, *state.logits.shape[1:]), state.logits.dtype, sharding=self._whole)
+            states: tuple[Any, ...] = ()
+            if parked and self.parks_states:
+                lowered["parked"] = partial(self._parked_rows.lower, parked.states, column)
+                states = self._parked_rows.eval_shape(parked.states, column)
+            prefixes["parked"] = ParkedStates(logits=row, lengths=column, states=states)
         fed = jax.ShapeDtypeStruct((self.slots, self.feed_tokens), jnp.int32)
         arrays = (rows, fed, column) if self.feed_tokens else (rows,)
         for name, prefix in prefixes.items():
             if prefix.layers and self.page_sizes.table_pages > 1:
-                made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, pages)
-            made[f"insert_{name}"] = partial(self._insert.lower, prefix, state, pages, arrays, number, key)
-        return made
+                lowered[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, pages)
+            lowered[f"insert_{name}"] = partial(self._insert.lower, prefix, state, pages, arrays, number, key)
+        return lowered
 
     @cached_property
     def _rope(self) -> tuple[RopeTables, ...]:
@@ -341,15 +341,16 @@ class DecoderEngine:
 
     def _insert_program(
         self,
-        prefix: Prefix,
+        prefix: Any,
         state: DecodeState,
         pages: tuple[tuple[Int[Array, "3 slots"], Array], ...],
         arrays: tuple[Array, ...],
         count: Array,
         key: PRNGKeyArray,
     ) -> DecodeState:
+        """Puts responses into slots. `prefix` is a `Prefix` or `ParkedStates`."""
         (slots, prompts, ordinals, indices, limits, drawn, turns), *feeding = arrays
-        at = self._first(slots, count, self.slots)
+        at = first(slots, count, self.slots)
 
         def put(name: str, new: Array) -> Array:
             return getattr(state, name).at[at].set(new, mode="drop", unique_indices=True)
@@ -370,32 +371,9 @@ class DecoderEngine:
             **{name: put(name, new) for name, new in zip(("fed", "to_feed"), feeding, strict=False)},
         )
 
-    def _none_paused_program(self) -> tuple[Any, ...]:
-        config, rows = self._config, self.page_sizes.holders
-        states = tuple(state.empty(rows, self._dtype) for state in config.fixed)
-        logits = jnp.zeros((rows, config.vocab_rows), jnp.float32) if self._takes_turns else ()
-        return logits, jnp.zeros(rows, jnp.int32), states
-
-    def _parked_program(self, states: tuple[Any, ...], rows: Int[Array, " slots"]) -> tuple[Any, ...]:
-        return jax.tree.map(lambda held: held[rows], states)
-
-    def _paused_program(
-        self, held: tuple[Any, ...], state: tuple[Any, ...], places: Int[Array, "2 slots"], count: Array
-    ) -> tuple[Any, ...]:
-        slots, rows = places
-        at = self._first(rows, count, self.page_sizes.holders)
-        return jax.tree.map(
-            lambda into, new: into.at[at].set(new[slots], mode="drop", unique_indices=True), held, state
-        )
-
     def _release_program(self, state: DecodeState, slots: Array, count: Array) -> DecodeState:
-        at = self._first(slots, count, self.slots)
+        at = first(slots, count, self.slots)
         return replace(state, live=state.live.at[at].set(False, mode="drop", unique_indices=True))
-
-    def _first(self, numbers: Array, count: Array, size: int) -> Array:
-        """Replaces all entries after the first `count` with distinct numbers of `size` or more, so that updates with mode="drop" skip them."""
-        place = jnp.arange(self.slots, dtype=jnp.int32)
-        return jnp.where(place < count, numbers, size + place)
 
     def _generate_program(
         self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], decoding: Decoding, min_live: Array, tables: tuple[Array, ...], until: Array
