@@ -50,9 +50,8 @@ class Attention(Mixer):
                 shape=(count, dim), axes=(axis, "head_dim"), tensor=tensor, is_rotated=name != "value"
             )
         if config.output_bias:
-            found["output_bias"] = Parameter(
-                shape=(embed,), axes=("features",), tensor="self_attn.o_proj.bias"
-            )
+            bias = "self_attn.o_proj.bias"
+            found["output_bias"] = Parameter(shape=(embed,), axes=("features",), tensor=bias)
         for name, (axis, count) in list(of_inputs.items())[:2] if config.qk_norm != "none" else ():
             tensor = f"self_attn.{name[0]}_norm.weight"
             if config.qk_norm == "head":

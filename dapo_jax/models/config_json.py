@@ -107,9 +107,8 @@ def rope_settings(rope: Rope, reads: Mapping[str, Any]) -> dict[str, Any]:
         settings["partial_rotary_factor"] = rope.share
     if rope.scaling is not None:
         ours = {**vars(rope.scaling), ORIGINAL_LENGTH: rope.scaling.original_max_positions}
-        settings |= {"rope_type": rope.scaling.kind} | present(
-            {key: ours.get(key) for key in _SCALING_KINDS[rope.scaling.kind]}
-        )
+        scaling = {key: ours.get(key) for key in _SCALING_KINDS[rope.scaling.kind]}
+        settings |= {"rope_type": rope.scaling.kind} | present(scaling)
     return settings
 
 

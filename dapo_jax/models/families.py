@@ -449,9 +449,8 @@ def _layer_fields(
     turns = [1] * layers
     if "no_rope_layers" in reads:
         every = checked(values, "no_rope_layer_interval", int, where)
-        turns = _of_each_layer(values, "no_rope_layers", layers, where) or [
-            int((i + 1) % every != 0) for i in range(layers)
-        ]
+        usual = [int((i + 1) % every != 0) for i in range(layers)]
+        turns = _of_each_layer(values, "no_rope_layers", layers, where) or usual
         if odd := [turn for turn in turns if turn not in (0, 1)]:
             raise ValueError(f"{where}: no_rope_layers has {odd[0]!r}; its entries must be 0 or 1")
         window = window if checked(values, "use_sliding_window", bool, where) else None
@@ -467,9 +466,8 @@ def _layer_fields(
         if "sliding_window_pattern" in reads:
             every = _period(values["sliding_window_pattern"], where)
         every = 1 if window is None and not family.two_ropes else every
-        kinds = [
-            "full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(layers)
-        ]
+        is_full = [every and (i + 1) % every == 0 for i in range(layers)]
+        kinds = ["full_attention" if full else "sliding_attention" for full in is_full]
     sliding = [kind == "sliding_attention" for kind in kinds]
     if any(sliding) and window is None:
         raise ValueError(

@@ -97,9 +97,8 @@ def save_model(
         token_ids: ids of special tokens by their keys in config.json, such as `eos_token_id`.
     """
     described, tensors = describe(config, dtype=dtype), list(exported(config, params, adapters))
-    return write_model(
-        folder, described | dict(token_ids), tensors, dtype=dtype, max_shard_bytes=max_shard_bytes
-    )
+    config_json = described | dict(token_ids)
+    return write_model(folder, config_json, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 def write_model(

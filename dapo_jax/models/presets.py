@@ -123,10 +123,8 @@ class DecoderConfig(Architecture):
     @cached_property
     def states(self) -> tuple[Paged | Fixed | None, ...]:
         """The form of the state of each layer."""
-        return tuple(
-            None if kind.mixer is None else kind.mixer.state(self, layer)
-            for layer, kind in enumerate(self.kinds)
-        )
+        mixers = enumerate(kind.mixer for kind in self.kinds)
+        return tuple(None if mixer is None else mixer.state(self, layer) for layer, mixer in mixers)
 
     @property
     def paged(self) -> tuple[Paged, ...]:

@@ -172,9 +172,8 @@ class MeshLayout(Layout):
 
             def splash(window: int) -> Array:
                 heads, head_dim = q.shape[:2]
-                kernel = splash_kernel(
-                    heads, segments.shape[1], head_dim=head_dim, window=window, cap=cap, **how
-                )
+                sizes = {"head_dim": head_dim, "window": window, "cap": cap}
+                kernel = splash_kernel(heads, segments.shape[1], **sizes, **how)
                 return splash_attention(self._of_this_part(kernel), q, k, v, own, segments, dtype=dtype)
 
             out = by_window(splash)

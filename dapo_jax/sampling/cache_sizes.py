@@ -80,7 +80,7 @@ class PageSizes:
     def response_bytes(self, tokens: int | float, token_bytes: Mapping[int, int]) -> int | float:
         """Size in bytes of one response in the cache: of the tokens that a holder of `tokens` tokens keeps in all tables."""
         most = (self.page_tokens * self.holder_pages(table) for table in range(self.tables))
-        return sum(min(tokens, kept) * size for kept, size in zip(most, token_bytes.values(), strict=True))
+        return sum(min(tokens, limit) * size for limit, size in zip(most, token_bytes.values(), strict=True))
 
     def fitting(self, room: int | float, token_bytes: Mapping[int, int]) -> int | float:
         """Returns the number of pages, not rounded, in each pool of the first table for which `room` bytes suffice, together with a pool of each other table.

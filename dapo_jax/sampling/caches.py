@@ -58,10 +58,10 @@ def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) ->
         page = jax.eval_shape(lambda: _MODULES[kind].empty(1, heads, tokens, state.head_dim, dtype))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
 
-    found = Counter[int]()
+    totals = Counter[int]()
     for state in config.paged:
-        found[state.tokens] += size(state)
-    return dict(sorted(found.items(), key=lambda item: item[0] or math.inf, reverse=True))
+        totals[state.tokens] += size(state)
+    return dict(sorted(totals.items(), key=lambda item: item[0] or math.inf, reverse=True))
 
 
 def page_tokens_for(

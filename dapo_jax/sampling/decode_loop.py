@@ -108,7 +108,7 @@ class DecodeLoop:
         options = [None if owner is None else owner.options for owner in slots.owners]
         decoding = self._decoding
         if any(options):
-            decoding = decoding_of_slots([None if each is None else each.decoding for each in options])
+            decoding = decoding_of_slots([None if option is None else option.decoding for option in options])
         arguments = decoding, min_live, slots.tables, slots.until
         self._state, result = self._engine.generate(self._params, self._state, *arguments)
         ended = self._absorb(result)
@@ -189,10 +189,10 @@ class DecodeLoop:
         """Starts prefilled responses from the head of the queue while there are free slots and pages, with one `insert` call per prefix and key."""
         batches: dict[tuple[int, int], tuple[PyTree, Any, list[tuple[Request, int, list[Fill]]]]] = {}
         while self.waiting and (prefix := (request := self.waiting[0]).prefix) is not None:
-            if (taken := self.slots.take(request, self.waiting)) is None:
+            if (slot_and_fills := self.slots.take(request, self.waiting)) is None:
                 break
             key = None if request.options is None else request.options.key
-            batches.setdefault((id(prefix), id(key)), (prefix, key, []))[2].append((request, *taken))
+            batches.setdefault((id(prefix), id(key)), (prefix, key, []))[2].append((request, *slot_and_fills))
             self.waiting.popleft()
         self._release()
         for prefix, key, batch in batches.values():
@@ -204,8 +204,8 @@ class DecodeLoop:
                 parked = self._parked if self._engine.parks_states else None
                 rows = [request.row or 0 for request in requests]
                 prefix = self._engine.parked_prefix(lengths, parked, rows)
-                for place, request in enumerate(requests):
-                    request.place = place
+                for index, request in enumerate(requests):
+                    request.place = index
             integers = partial(np.array, dtype=np.int32)
             insertion = Insertion(
                 slots=integers([slot for _, slot, _ in batch]),

@@ -114,14 +114,14 @@ class DecoderEngine:
             )
 
         def blocks(layout: SamplerLayout) -> dict[str, nnx.GraphDef[Block]]:
-            how: Any = {"compute_dtype": spec.compute_dtype, "layout": layout}
-            made = nnx.eval_shape(
+            options: Any = {"compute_dtype": spec.compute_dtype, "layout": layout}
+            shapes = nnx.eval_shape(
                 lambda: {
-                    stack: Block(config, kind, rngs=nnx.Rngs(0), **how)
+                    stack: Block(config, kind, rngs=nnx.Rngs(0), **options)
                     for stack, kind in config.stacks.items()
                 }
             )
-            return {name: nnx.split(block)[0] for name, block in made.items()}
+            return {name: nnx.split(block)[0] for name, block in shapes.items()}
 
         self._graphs = blocks(SamplerLayout(mesh, by_slot=True))
         ends = partial(EmbeddingAndHead, config, compute_dtype=spec.compute_dtype)
@@ -161,7 +161,7 @@ class DecoderEngine:
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         generate = partial(jax.jit, self._generate_program, donate_argnums=1, out_shardings=(state, whole))
         options = DECODING_OPTIONS if self._fixed_steps else (None, None)
-        self._generate = [generate(compiler_options=each) for each in options]
+        self._generate = [generate(compiler_options=settings) for settings in options]
 
     def init_decode_state(self) -> DecodeState:
         return self._init()
@@ -190,16 +190,16 @@ class DecoderEngine:
 
     def _pages(self, by_table: Sequence[np.ndarray], start: int) -> tuple[tuple[np.ndarray, np.int32], ...]:
         """Pads up to `slots` columns of each page table, from index `start` on. A column is (prompt, first token, page). Also returns the numbers of columns."""
-        parts = [columns[:, start : start + self.slots] for columns in by_table]
-        return tuple((self._padded(part), np.int32(part.shape[1])) for part in parts)
+        by_table = [columns[:, start : start + self.slots] for columns in by_table]
+        return tuple((self._padded(of_table), np.int32(of_table.shape[1])) for of_table in by_table)
 
     def _feeding(self, fed: Sequence[Int[np.ndarray, " _"]]) -> tuple[np.ndarray, ...]:
         """Returns the tokens to feed, right-aligned, and their counts, or () if the engine does not feed tokens."""
         if not self.feed_tokens:
             return ()
         tokens, counts = np.zeros((self.slots, self.feed_tokens), np.int32), np.zeros(self.slots, np.int32)
-        for row, each in enumerate(fed):
-            tokens[row, self.feed_tokens - len(each) :], counts[row] = each, len(each)
+        for row, new in enumerate(fed):
+            tokens[row, self.feed_tokens - len(new) :], counts[row] = new, len(new)
         return tokens, counts
 
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
@@ -327,16 +327,18 @@ class DecoderEngine:
         for table, ((prompts, firsts, pages), count) in enumerate(fills):
             columns = pages, prefix.rows[prompts], prefix.starts[prompts] + firsts
 
-            def one(i: Array, own: dict[int, Any], columns: tuple[Array, ...] = columns) -> dict[int, Any]:
-                pairs = ((layer, cache, prefix.layers[layer]) for layer, cache in own.items())
+            def fill(
+                i: Array, caches: dict[int, Any], columns: tuple[Array, ...] = columns
+            ) -> dict[int, Any]:
+                pairs = ((layer, cache, prefix.layers[layer]) for layer, cache in caches.items())
                 return {
                     layer: self._cache.fill(*pair, *(column[i] for column in columns))
                     for layer, *pair in pairs
                 }
 
-            own = {layer: cache for layer, cache in filled.items() if self._tables[layer] == table}
+            caches = {layer: cache for layer, cache in filled.items() if self._tables[layer] == table}
             # A loop of in-place slice updates, because a scatter of whole prompts is several times slower on CPU.
-            filled |= lax.fori_loop(0, count, one, own)
+            filled |= lax.fori_loop(0, count, fill, caches)
         return tuple(filled.values())
 
     def _insert_program(
@@ -395,12 +397,12 @@ class DecoderEngine:
             state, drawn = carry
             mine = partial(self._of_block, index=index)
             slots = replace(jax.tree.map(mine, replace(state, layers=())), layers=state.layers)
-            own = jax.tree.map(lambda leaf: mine(leaf) if jnp.ndim(leaf) else leaf, decoding)
+            options = jax.tree.map(lambda leaf: mine(leaf) if jnp.ndim(leaf) else leaf, decoding)
             share = self._drawing(slots, mine(until)).sum(dtype=jnp.int32)
             # A block returns once its fraction of free slots reaches the fraction that `min_live` requires over all slots.
             least = (share * min_live + total - 1) // total
-            part = call._replace(tables=tuple(map(mine, tables)), until=mine(until))
-            slots, new = self._generated(part, slots, own, least)
+            of_block = call._replace(tables=tuple(map(mine, tables)), until=mine(until))
+            slots, new = self._generated(of_block, slots, options, least)
             put = partial(self._with_block, index=index)
             rest = jax.tree.map(put, replace(state, layers=()), replace(slots, layers=()))
             return replace(rest, layers=slots.layers), {name: put(drawn[name], new[name]) for name in drawn}
@@ -411,12 +413,12 @@ class DecoderEngine:
     def _of_block(self, slots: Array, index: Array) -> Array:
         """Selects the entries of one block from an array over all slots. On each device, a block is a range of adjacent slots."""
         devices = slots.reshape(self._spread, -1, *slots.shape[1:])
-        part = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
-        return part.reshape(-1, *slots.shape[1:])
+        new = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
+        return new.reshape(-1, *slots.shape[1:])
 
-    def _with_block(self, slots: Array, part: Array, index: Array) -> Array:
+    def _with_block(self, slots: Array, new: Array, index: Array) -> Array:
         """Returns an array over all slots in which `part` replaces the entries of one block."""
-        devices, block = (whole.reshape(self._spread, -1, *whole.shape[1:]) for whole in (slots, part))
+        devices, block = (whole.reshape(self._spread, -1, *whole.shape[1:]) for whole in (slots, new))
         whole = lax.dynamic_update_slice_in_dim(devices, block, index * BLOCK_SLOTS, axis=1)
         return whole.reshape(slots.shape)
 
@@ -436,7 +438,7 @@ class DecoderEngine:
     ) -> tuple[DecodeState, dict[str, Array]]:
         """Runs the decoding steps of one call for the slots in `state`. Returns the new state and the sampled tokens."""
 
-        def going(carry: _Carry) -> Array:
+        def continues(carry: _Carry) -> Array:
             step, state, _ = carry
             if self._fixed_steps:
                 return step < self.steps_per_call
@@ -462,7 +464,7 @@ class DecoderEngine:
             return following, state, written_so_far
 
         start = (jnp.zeros((), jnp.int32), state, self._blank(len(state.live)))
-        _, state, drawn = lax.while_loop(going, advance, start)
+        _, state, drawn = lax.while_loop(continues, advance, start)
         return state, drawn
 
     def _after(self, buffer: Array, column: Array, valid: Array, state: DecodeState) -> Array:
@@ -493,13 +495,13 @@ class DecoderEngine:
         # The forward pass is skipped once all responses have ended. If a slot only pauses, it still needs logits for its next token.
         # The last token of a turn is fed before the next turn, so the state of a parked response must not contain it.
         processing = drawing & live if self.parks_states else drawing
-        given = call.params, state, call.rope, call.tables, processing, tokens
+        arguments = call.params, state, call.rope, call.tables, processing, tokens
         if self._fixed_steps:
-            state, routes = self._forward(*given)
+            state, routes = self._forward(*arguments)
         else:
             nothing = None if self._routes is None else self._no_routes(len(tokens))
             state, routes = lax.cond(
-                (live & drawing).any(), self._forward, lambda _, state, *__: (state, nothing), *given
+                (live & drawing).any(), self._forward, lambda _, state, *__: (state, nothing), *arguments
             )
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live, **fed}
         return replace(state, **lax.with_sharding_constraint(counts, self._rows)), routes
@@ -510,7 +512,7 @@ class DecoderEngine:
         """Appends one token to the KV cache of each slot in `drawing`. Returns the state with the logits of the next tokens, and the record of the tokens' experts."""
         outer = nnx.merge(self._ends, params["ends"])
         config = self._config
-        ropes = jax.tree.map(lambda part: part[:, state.lengths], rope)
+        ropes = jax.tree.map(lambda table: table[:, state.lengths], rope)
         x, chosen = outer.embed(tokens), []
         steps = [self._cache.reading(table, state.lengths, drawing) for table in tables]
 
@@ -524,12 +526,12 @@ class DecoderEngine:
             append = extend if is_fixed else partial(extend, next(table_of))
             step = DecodingStep(before, drawing, append)
             attend: Any = mixer and mixer.step(config, step, **config.data(index))
-            turn = config.rope_of_layer[index] if config.rope_of_layer else 0
-            x, after, own = nnx.merge(self._graphs[stack], weights)(x, ropes[turn], attend)
+            rope_index = config.rope_of_layer[index] if config.rope_of_layer else 0
+            x, after, choice = nnx.merge(self._graphs[stack], weights)(x, ropes[rope_index], attend)
             x = lax.with_sharding_constraint(x, self._columns)
             if form is not None:
                 grown[is_fixed].append(after)
-            chosen.append(own)
+            chosen.append(choice)
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)

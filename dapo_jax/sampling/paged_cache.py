@@ -88,31 +88,31 @@ def extend(
     grouped = (query * head_dim**-0.5).reshape(kv_heads, heads // kv_heads, head_dim, slots)
     grouped = grouped.transpose(3, 0, 1, 2)[now.order]
 
-    def part(step: Scalar, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        place = jnp.searchsorted(now.ends, step, side="right").astype(jnp.int32)
-        first = (step - jnp.where(place > 0, now.ends[place - 1], 0)) * at_once
+    def add_pages(step: Scalar, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        column = jnp.searchsorted(now.ends, step, side="right").astype(jnp.int32)
+        first = (step - jnp.where(column > 0, now.ends[column - 1], 0)) * at_once
 
         def some(whole: Array) -> Array:
             return lax.dynamic_slice_in_dim(whole, first, at_once)
 
-        pages = lax.dynamic_slice(now.tables, (first, place), (at_once, 1))[:, 0]
+        pages = lax.dynamic_slice(now.tables, (first, column), (at_once, 1))[:, 0]
         top, total, out = map(some, carry)
-        position = place * page_tokens + jnp.arange(page_tokens, dtype=jnp.int32)
-        there = position[None] < some(now.counts)[:, None]
+        position = column * page_tokens + jnp.arange(page_tokens, dtype=jnp.int32)
+        filled = position[None] < some(now.counts)[:, None]
         if window:
-            there &= position[None] >= some(now.counts)[:, None] - window
-        values = jnp.where(there[:, None, :, None], cache.values[pages], 0)
+            filled &= position[None] >= some(now.counts)[:, None] - window
+        values = jnp.where(filled[:, None, :, None], cache.values[pages], 0)
         scores = product("skdc,skgd->skgc", cache.keys[pages], some(grouped), dtype)
         if cache.key_scales is not None:
             scores = scores * cache.key_scales[pages][:, :, None]
         scores = capped(scores, cap)
-        scores = jnp.where(there[:, None, None], scores, MASKED)
+        scores = jnp.where(filled[:, None, None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
-        weights = jnp.where(there[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
+        weights = jnp.where(filled[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + weights.sum(-1)
         if cache.value_scales is not None:
-            weights = jnp.where(there[:, None, None], weights * cache.value_scales[pages][:, :, None], 0.0)
+            weights = jnp.where(filled[:, None, None], weights * cache.value_scales[pages][:, :, None], 0.0)
         out = out * shrink[..., None] + product("skcd,skgc->skgd", values, weights, dtype)
 
         def put(whole: Array, some: Array) -> Array:
@@ -122,7 +122,7 @@ def extend(
 
     shape = grouped.shape[:-1]
     carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(grouped.shape))
-    _, total, out = lax.fori_loop(0, now.ends[-1], part, carry)
+    _, total, out = lax.fori_loop(0, now.ends[-1], add_pages, carry)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     back = jnp.zeros_like(out[:slots]).at[now.order[:slots]].set(out[:slots], unique_indices=True)
     return back.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), cache

@@ -1,7 +1,4 @@
-"""Parked states: the logits and the states of fixed size of responses that leave their slots and continue later, because they are paused or wait for an environment.
-
-The keys and values of these responses stay in pages. The functions are pure, and the engine compiles them.
-"""
+"""The parked states of responses outside the slots, which are paused or wait for an environment: logits and states of fixed size. Keys and values stay in pages."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -120,7 +120,7 @@ class Prefill:
         short = [index for index, prompt in enumerate(prompts) if len(prompt) <= self.shape.width]
         for packed in pack_prompts(prompts, short, self.shape) if short else ():
             prefix = self._rows(params, packed, [routes[index] for index in packed.indices], score)
-            yield [(index, prefix, place) for place, index in enumerate(packed.indices)]
+            yield [(index, prefix, position) for position, index in enumerate(packed.indices)]
         for index, prompt in enumerate(prompts):
             if len(prompt) > self.shape.width:
                 for prefix in self._parts(params, prompt, routes[index], score):
@@ -133,7 +133,7 @@ class Prefill:
 
         `params` may be shape structs. With `again`, programs for re-prefilling are included, because a preempted response may be longer than any prompt.
         """
-        made: dict[str, Callable[[], Lowered]] = {}
+        lowered: dict[str, Callable[[], Lowered]] = {}
         prefixes, ends = dict[str, Prefix](), params["ends"]
         of_stack = dict(zip((name for name, _ in self._config.places), params["layers"], strict=True))
         row_prompts, width = self.shape.row_prompts, self.shape.width
@@ -154,23 +154,23 @@ class Prefill:
                 before, layer = None, self._layer[stack]
                 if name == "part":
                     before, layer = self._empty[stack].eval_shape(), self._part[stack]
-                    made[f"prefill_empty{suffix}"] = self._empty[stack].lower
-                one = jax.ShapeDtypeStruct((1,), jnp.int32) if name == "part" else last
+                    lowered[f"prefill_empty{suffix}"] = self._empty[stack].lower
+                last_token = jax.ShapeDtypeStruct((1,), jnp.int32) if name == "part" else last
                 number = jax.ShapeDtypeStruct((), jnp.int32)
-                arguments = weights, x, before, rope, segments, number, data, segments, one
-                made[f"prefill_{name}{suffix}"] = partial(layer.lower, *arguments, **forced)
+                arguments = weights, x, before, rope, segments, number, data, segments, last_token
+                lowered[f"prefill_{name}{suffix}"] = partial(layer.lower, *arguments, **forced)
                 _, kept[stack], _ = layer.eval_shape(*arguments, **forced)
                 if name == "part" and isinstance(self._states[stack], Paged):
-                    made[f"prefill_kept{suffix}"] = partial(self._kept.lower, before)
+                    lowered[f"prefill_kept{suffix}"] = partial(self._kept.lower, before)
                     kept[stack] = self._kept.eval_shape(before)
             if name != "part":
-                made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
-                made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
+                lowered[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
+                lowered[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
             layers, fixed = self._by_state([kept[stack] for stack, _ in self._config.places])
             prefixes[name] = Prefix(
                 layers=layers, logits=self._head.eval_shape(ends, x, last), rows=last, starts=last, lengths=last, states=fixed,
             )  # fmt: skip
-        return made, prefixes
+        return lowered, prefixes
 
     def _rows(self, params: SamplerWeights, packed: PackedPrompts, known: Known, score: bool) -> Prefix:
         begins = packed.rows * self.shape.width + packed.starts
@@ -181,18 +181,19 @@ class Prefill:
         segments, ends = (packed.segment_ids, np.int32(0)), (packed.positions, last)
         for index, weights in enumerate(params["layers"]):
             rope, data = self._of_layer(index, ropes)
-            program, how = self._layer[self._config.places[index][0]], self._forced(index, forced)
-            x, state, own = self._awaited(program(weights, x, None, rope, *segments, data, *ends, **how))
+            program, forced_layer = self._layer[self._config.places[index][0]], self._forced(index, forced)
+            result = program(weights, x, None, rope, *segments, data, *ends, **forced_layer)
+            x, state, choice = self._awaited(result)
             kept.append(state)
-            routes.append(own)
+            routes.append(choice)
         layers, states = self._by_state(kept)
         following = np.roll(packed.tokens.reshape(-1), -1)
         scores = [self._scores(params["ends"], x, following)] if score else []
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
         logits = self._head(params["ends"], x, last)
-        found = self._recorded([routes], begins.tolist(), packed.lengths.tolist())
+        recorded = self._recorded([routes], begins.tolist(), packed.lengths.tolist())
         return Prefix(
-            layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths, states=states, routes=found,
+            layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths, states=states, routes=recorded,
             scores=self._scored(scores, begins.tolist(), packed.lengths.tolist()),
         )  # fmt: skip
 
@@ -259,19 +260,17 @@ class Prefill:
         zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
         pages, states = self._by_state(buffers)
         layers = tuple(self._kept(buffer) for buffer in pages)
-        found = self._recorded(routes, [0], [len(prompt)])
+        recorded = self._recorded(routes, [0], [len(prompt)])
         yield Prefix(
-            layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, states=states, routes=found,
+            layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, states=states, routes=recorded,
             scores=self._scored(scores, [0], [len(prompt)]),
         )  # fmt: skip
 
     def _by_state(self, kept: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Splits one value per layer into values of layers with pages, and of layers with a state of fixed size."""
         pairs = list(zip(self._config.states, kept, strict=True))
-        pages, fixed = (
-            tuple(value for state, value in pairs if isinstance(state, kind)) for kind in (Paged, Fixed)
-        )
-        return pages, fixed
+        pages = tuple(value for state, value in pairs if isinstance(state, Paged))
+        return pages, tuple(value for state, value in pairs if isinstance(state, Fixed))
 
     def _of_layer(self, index: int, ropes: Sequence[Any]) -> tuple[Any, dict[str, np.int32]]:
         """Returns the tables of a layer's rotation, which may be shape structs, and its numbers (see `Mixer.data`)."""
@@ -279,8 +278,8 @@ class Prefill:
         data = {name: np.int32(value) for name, value in config.data(index).items()}
         return ropes[config.rope_of_layer[index] if config.rope_of_layer else 0], data
 
-    def _awaited(self, made: Any) -> Any:
-        return jax.block_until_ready(made) if self._waits else made
+    def _awaited(self, result: Any) -> Any:
+        return jax.block_until_ready(result) if self._waits else result
 
     # The programs below are pure functions of their arguments.
 
@@ -299,8 +298,8 @@ class Prefill:
 
         part = PrefillPart(segment_ids, positions, last, before, start, store, self._dtype)
         attend: Any = mixer and mixer.prefill(self._config, part, **data)
-        x, kept, own = nnx.merge(self._blocks[stack], weights)(x, rope, attend, routes)
-        return x, kept, None if own is None or self._routes is None else own.astype(jnp.uint8)
+        x, kept, choice = nnx.merge(self._blocks[stack], weights)(x, rope, attend, routes)
+        return x, kept, None if choice is None or self._routes is None else choice.astype(jnp.uint8)
 
     def _kept_program(self, buffers: tuple[Array, Array]) -> Any:
         return self._cache.of_rows(*buffers, 1, self._cache_dtype)
@@ -320,8 +319,8 @@ class Prefill:
 
         padding, tokens = -len(following) % _SCORED, len(following)
         hidden = jnp.pad(outer.normed(x), ((0, padding), (0, 0))).reshape(-1, _SCORED, len(x))
-        found = lax.map(block, (hidden, jnp.pad(following, (0, padding)).reshape(-1, _SCORED)))
-        return tuple(part.reshape(-1)[:tokens] for part in found)
+        scores = lax.map(block, (hidden, jnp.pad(following, (0, padding)).reshape(-1, _SCORED)))
+        return tuple(part.reshape(-1)[:tokens] for part in scores)
 
     def _empty_program(self, state: Paged | Fixed | None) -> Any:
         """Returns the state of one sequence before its first chunk."""

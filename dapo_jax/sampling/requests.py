@@ -263,11 +263,11 @@ class Reading:
     def advance(self) -> list[Request]:
         """Runs one prefill call. Returns the requests that can start now."""
         new: list[Request] = []
-        for index, prefix, place in next(self._work):
+        for index, prefix, position in next(self._work):
             values = values_of(prefix, processed=True)
             for request in self._unread.pop(index):
-                request.prefix, request.place, request.fed = prefix, place, NOTHING
-                request.fill(0, {name: of_prompts[place] for name, of_prompts in values.items()})
+                request.prefix, request.place, request.fed = prefix, position, NOTHING
+                request.fill(0, {name: of_prompts[position] for name, of_prompts in values.items()})
                 new.append(request)
         if not self._unread:
             self._work = iter(())  # frees prefixes on the device

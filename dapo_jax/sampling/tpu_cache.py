@@ -214,7 +214,7 @@ def extend(
             jax.ShapeDtypeStruct((slots, kv_heads, group, head_dim), jnp.float32),
             *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
         ],
-        input_output_aliases={first_pool + place: 1 + place for place in range(len(pools))},
+        input_output_aliases={first_pool + index: 1 + index for index in range(len(pools))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="extend",

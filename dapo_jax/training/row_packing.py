@@ -234,10 +234,8 @@ def _least_padding(
     # Every microbatch gathers the weights again, so an additional short microbatch must save at least 1/64 of a full microbatch.
     fee = room // 64
     ordered = sorted(even, key=filled_tokens, reverse=True)
-    most = sum(
-        _length(ordered[start : start + rows_per_microbatch], lengths)
-        for start in range(0, len(even), rows_per_microbatch)
-    )
+    starts = range(0, len(even), rows_per_microbatch)
+    most = sum(_length(ordered[start : start + rows_per_microbatch], lengths) for start in starts)
     # A lower bound on the total length: no padding, and every prompt only once.
     least = filled_tokens(list(pieces)) / rows_per_microbatch
     ways = (pieces, _bundle_by_prompt(pieces, room, least=room - room // 32))

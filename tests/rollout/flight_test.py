@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.health.stopping import Stop, StoppedError
-from dapo_jax.rollout.group_sampling import Places
+from dapo_jax.rollout.group_sampling import Assignment
 from dapo_jax.rollout.virtual_clock import ResponseId
 from dapo_jax.sampling.caches import PAGE_TOKENS
 from dapo_jax.trackers.rollout_log import read_rollouts
@@ -166,22 +166,22 @@ def test_a_bound_on_ages_holds_steps_back(flying, run_micro):
 def test_places_stay_full_and_a_group_that_starts_stays_together():
     """Seven responses over three samplers: 3, 2 and 2."""
     ids = [ResponseId(ordinal, index) for ordinal in range(3) for index in range(3)]
-    places = Places(7, 3, {})
-    places.give(ids[:7])
-    assert [places.of(sampler) for sampler in range(3)] == [ids[:3], ids[3:5], ids[5:7]]
-    places.leave([ids[1], ids[4]])
-    places.give(ids[7:9])
+    assignment = Assignment(7, 3, {})
+    assignment.give(ids[:7])
+    assert [assignment.of(sampler) for sampler in range(3)] == [ids[:3], ids[3:5], ids[5:7]]
+    assignment.leave([ids[1], ids[4]])
+    assignment.give(ids[7:9])
     held = [[ids[0], ids[2], ids[7]], [ids[3], ids[8]], ids[5:7]]
-    assert [places.of(sampler) for sampler in range(3)] == held
+    assert [assignment.of(sampler) for sampler in range(3)] == held
 
 
 def test_responses_that_continue_are_dealt_out_by_their_length():
     """Of 70, 60, ... 10 tokens: 70, 60, 50 to samplers 0, 1, 2; back again 40, 30, 20 to 2, 1, 0; the last one to 0, which has 3 places. They hold 100, 90 and 90; by ordinal it
     would have been 180, 70 and 30."""
     ids = [ResponseId(ordinal, 0) for ordinal in range(7)]
-    places = Places(7, 3, dict(zip(ids, (70, 60, 50, 40, 30, 20, 10), strict=True)))
+    assignment = Assignment(7, 3, dict(zip(ids, (70, 60, 50, 40, 30, 20, 10), strict=True)))
     held = [[ids[0], ids[5], ids[6]], [ids[1], ids[4]], [ids[2], ids[3]]]
-    assert [places.of(sampler) for sampler in range(3)] == held
+    assert [assignment.of(sampler) for sampler in range(3)] == held
 
 
 @pytest.mark.parametrize("samplers", [1, 2, 3, 5])
@@ -189,8 +189,9 @@ def test_no_sampler_is_dealt_more_than_its_places(samplers):
     """Whatever is left in flight: the samplers that have one place more are the first."""
     for in_flight in range(1, 23):
         for going in range(in_flight + 1):
-            places = Places(in_flight, samplers, {ResponseId(length, 0): length for length in range(going)})
-            counts = np.array([len(places.of(sampler)) for sampler in range(samplers)])
+            lengths = {ResponseId(length, 0): length for length in range(going)}
+            assignment = Assignment(in_flight, samplers, lengths)
+            counts = np.array([len(assignment.of(sampler)) for sampler in range(samplers)])
             most = [in_flight // samplers + (at < in_flight % samplers) for at in range(samplers)]
             assert (counts <= most).all()
             assert counts.max() - counts.min() <= 1
