@@ -95,14 +95,9 @@ def flight_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> InFlight
     clock, responses = VirtualClock.restored(records["clock"]), {}
     for response, record_of_request in zip(clock.started(), records["responses"], strict=True):
         *record, begun, reasons, due, standing = record_of_request
-        values: dict[str, Any] = {
-            "begun": begun,
-            "reasons": tuple(reasons),
-            "due": due,
-            "standing": Standing.of(standing),
-        }
-        values |= _response_fields(record, take)
-        responses[response] = Request(prompt_at(response.ordinal), response.index, 0, **values)
+        episode = {"begun": begun, "reasons": tuple(reasons), "due": due, "standing": Standing.of(standing)}
+        values = _response_fields(record, take)
+        responses[response] = Request(prompt_at(response.ordinal), response.index, 0, **episode, **values)
     return InFlight(clock=clock, responses=responses)
 
 

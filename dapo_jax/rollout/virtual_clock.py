@@ -165,11 +165,6 @@ class VirtualClock:
         groups = dict[int, GroupInFlight]()
         for ordinal, version, left, due in state["groups"]:
             groups[ordinal] = GroupInFlight(version, set(left), due)
-        return cls(
-            ClockSizes(**state["sizes"]),
-            version=state["version"],
-            rounds=state["rounds"],
-            following=ResponseId(*state["following"]),
-            groups=groups,
-            ready=dict(state["ready"]),
-        )
+        sizes, following = ClockSizes(**state["sizes"]), ResponseId(*state["following"])
+        counts = {"version": state["version"], "rounds": state["rounds"]}
+        return cls(sizes, **counts, following=following, groups=groups, ready=dict(state["ready"]))
