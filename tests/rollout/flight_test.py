@@ -171,8 +171,8 @@ def test_places_stay_full_and_a_group_that_starts_stays_together():
     assert [assignment.of(sampler) for sampler in range(3)] == [ids[:3], ids[3:5], ids[5:7]]
     assignment.leave([ids[1], ids[4]])
     assignment.give(ids[7:9])
-    held = [[ids[0], ids[2], ids[7]], [ids[3], ids[8]], ids[5:7]]
-    assert [assignment.of(sampler) for sampler in range(3)] == held
+    assigned = [[ids[0], ids[2], ids[7]], [ids[3], ids[8]], ids[5:7]]
+    assert [assignment.of(sampler) for sampler in range(3)] == assigned
 
 
 def test_responses_that_continue_are_dealt_out_by_their_length():
@@ -193,5 +193,4 @@ def test_no_sampler_is_dealt_more_than_its_places(samplers):
             assignment = Assignment(in_flight, samplers, lengths)
             counts = np.array([len(assignment.of(sampler)) for sampler in range(samplers)])
             most = [in_flight // samplers + (at < in_flight % samplers) for at in range(samplers)]
-            assert (counts <= most).all()
-            assert counts.max() - counts.min() <= 1
+            assert (counts <= most).all() and counts.max() - counts.min() <= 1
