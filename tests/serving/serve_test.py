@@ -120,17 +120,6 @@ def test_an_invalid_request_is_refused_and_others_are_served(prompt, limit, mess
     assert server.tokens("9:?", 4) == direct["9:?"][:4]
 
 
-def test_a_message_that_cannot_be_parsed_is_logged_in_one_line(server, direct):
-    content = b"\x0a\x02\xff\xfe"  # not UTF-8
-    call = server.channel.unary_stream("/jetstream_proto.Orchestrator/Decode")(content, timeout=PATIENCE_S)
-    with pytest.raises(grpc.RpcError) as refused:
-        list(call)
-    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert "DecodeRequest" in refused.value.details()
-    assert server.server.out.read_text().count(f"a message of {len(content)} bytes from ") == 1
-    assert server.tokens("7") == direct["7"]
-
-
 def full_loop():
     """A loop that has no room for a request."""
     engine = ScriptedEngine(lambda ordinal, index: [1], slots=2, capacity=20)
