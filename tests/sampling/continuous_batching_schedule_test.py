@@ -193,8 +193,7 @@ def test_few_responses_are_preempted_when_pages_run_out():
 
 @pytest.mark.parametrize(("pool_pages", "limit", "calls"), [(5, 10, 1), (6, 14, 2)])
 def test_the_younger_response_is_preempted_and_goes_to_the_head_of_the_line(pool_pages, limit, calls):
-    """Pages of 4 tokens. Two responses have two pages each for 6 tokens, or three each for 10, and both need another. The older one gets it: the last free page, or a page
-    of the younger one."""
+    """Pages of 4 tokens. Two responses have two pages each for 6 tokens, or three each for 10. Both need another, and the older one gets it."""
     pages = PageSizes(holders=2, pools=1, pool_pages=pool_pages, page_tokens=4, capacity=16)
     engine = ScriptedEngine(
         lambda *_: [2] * 20, slots=2, capacity=16, steps_per_call=4, stop_ids=[EOS], page_sizes=pages

@@ -120,13 +120,14 @@ def test_the_first_turn_equals_a_response_without_turns(expected):
 
 
 def test_each_turn_has_keys_of_its_own():
-    """Otherwise a policy that forgets would repeat itself in every turn."""
+    """Otherwise a policy that forgets would repeat itself in every turn. No key of a turn is the key of a token of the first turn."""
     ordinals, indices = jnp.arange(3, dtype=jnp.int32), jnp.array([0, 1, 5], jnp.int32)
     plain = response_keys(KEY, ordinals, indices)
     keys = [response_keys(KEY, ordinals, indices, jnp.full(3, turn, jnp.int32)) for turn in range(3)]
+    keys += [jax.vmap(jax.random.fold_in, (0, None))(plain, position) for position in range(4)]
     data = [jax.random.key_data(each).tolist() for each in keys]
     assert data[0] == jax.random.key_data(plain).tolist()
-    assert len({tuple(pair) for each in data for pair in each}) == 9
+    assert len({tuple(pair) for each in data for pair in each}) == 21
 
 
 @pytest.mark.parametrize(
