@@ -123,7 +123,7 @@ def least_seconds(what: str, workload: Workload, decoder: "DecoderConfig", chip:
     return (
         3
         * roofline.forward_flops(decoder, tokens=tokens, pairs=pairs, logits=workload.tokens)
-        / chip.device_flops
+        / chip.peak_flops
     )
 
 

@@ -148,11 +148,11 @@ DEFINING = (
 """Keys that a file may not set next to `algorithm`, if the algorithm sets them too. A mapping has no order, so it would be unclear which value wins."""
 
 
-def algorithm_of(config: Any) -> str:
+def algorithm_name(config: Any) -> str:
     """Returns the name of the algorithm whose keys a `TrainConfig` has, or of the most similar algorithm with the values of the other keys.
 
     >>> from dapo_jax.config import load_config
-    >>> algorithm_of(load_config("quickstart", ["algorithm=gspo", "loss.kl_coef=0.1"]))
+    >>> algorithm_name(load_config("quickstart", ["algorithm=gspo", "loss.kl_coef=0.1"]))
     'gspo with loss.kl_coef=0.1'
     """
     changes = dict[str, list[str]]()

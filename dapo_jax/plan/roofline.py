@@ -61,7 +61,7 @@ def bound(work: Work, topology: Topology) -> Bound:
     """Returns the minimum time of a phase: its `work`, divided by the peak rates of the topology's devices."""
     chip = topology.chip
     times = {
-        "compute": work.flops / chip.device_flops,
+        "compute": work.flops / chip.peak_flops,
         "hbm": work.hbm_bytes / chip.device_hbm_bytes_s,
         "ici": work.ici_bytes / chip.device_ici_bytes_s,
         "network": work.network_bytes / topology.network_bytes_s,

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.config.algorithms import algorithm_of
+from dapo_jax.config.algorithms import algorithm_name
 from dapo_jax.config.loading import leaf_values
 from dapo_jax.report.runs import RunFiles
 
@@ -111,7 +111,7 @@ def about(run: RunFiles) -> dict[str, str]:
     """Returns the algorithm and the seed of a run, and the command line, the machine and the versions of its last process."""
     if run.config is None:
         return dict(run.status.process)
-    return {"algorithm": algorithm_of(run.config), "seed": str(run.config.seed), **run.status.process}
+    return {"algorithm": algorithm_name(run.config), "seed": str(run.config.seed), **run.status.process}
 
 
 def _shown(value: Any) -> str:

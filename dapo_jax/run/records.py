@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config import ConfigError, TrainConfig, to_yaml
-from dapo_jax.config.algorithms import algorithm_of
+from dapo_jax.config.algorithms import algorithm_name
 from dapo_jax.config.loading import RECORD
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.run.observers import TokenRatios
@@ -45,7 +45,7 @@ def use_compilation_cache() -> None:
 
 def write_config(config: TrainConfig, run_dir: AnyPath) -> None:
     """Writes config.yaml. Its first line is a comment with the name of the algorithm."""
-    text = f"# algorithm: {algorithm_of(config)}\n{to_yaml(config)}"
+    text = f"# algorithm: {algorithm_name(config)}\n{to_yaml(config)}"
     write_whole(run_dir / RECORD, text.encode())
 
 

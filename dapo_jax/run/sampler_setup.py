@@ -155,7 +155,7 @@ def room_for_cache(
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4 + state
     call_tokens = spec.steps_per_call + FEED_TOKENS * spec.has_turns
     sizes = spec.page_sizes(decoder, mesh, holders=spec.slots, call_tokens=call_tokens)
-    all_slots = spec.slots // spread * sizes.response_bytes(spec.capacity, by_table)
+    all_slots = spec.slots // spread * sizes.response_cache_bytes(spec.capacity, by_table)
     if not spec.in_flight and shape.longest <= shape.width and room - rows >= all_slots:
         return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used
     return room - max(rows, rows // 2 + parts)

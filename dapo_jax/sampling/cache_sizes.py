@@ -77,7 +77,7 @@ class PageSizes:
         """Mean number of tokens for which a holder of `tokens` tokens has room in the first table, because the last page is half full on average."""
         return min(tokens + self.page_tokens / 2, self.page_tokens * self.holder_pages())
 
-    def response_bytes(self, tokens: int | float, token_bytes: Mapping[int, int]) -> int | float:
+    def response_cache_bytes(self, tokens: int | float, token_bytes: Mapping[int, int]) -> int | float:
         """Size in bytes of one response in the cache: of the tokens that a holder of `tokens` tokens keeps in all tables."""
         most = (self.page_tokens * self.holder_pages(table) for table in range(self.tables))
         return sum(min(tokens, limit) * size for limit, size in zip(most, token_bytes.values(), strict=True))

@@ -193,4 +193,5 @@ def test_no_sampler_is_dealt_more_than_its_places(samplers):
             assignment = Assignment(in_flight, samplers, lengths)
             counts = np.array([len(assignment.of(sampler)) for sampler in range(samplers)])
             most = [in_flight // samplers + (at < in_flight % samplers) for at in range(samplers)]
-            assert (counts <= most).all() and counts.max() - counts.min() <= 1
+            assert (counts <= most).all()
+            assert counts.max() - counts.min() <= 1

@@ -74,7 +74,7 @@ def test_bytes_are_divided_so_that_only_the_first_table_runs_out():
     assert sizes.bytes(each) == 4 * (20 * 1 + 12 * 3)
     assert [sizes.fitting(room, each) for room in (160, 192, 200, 240, 10**6)] == [10, 12, 14, 24, 24]
     assert [replace(sizes, pool_pages=pages).pages_of(1) for pages in (10, 20)] == [10, 12]
-    assert [sizes.response_bytes(tokens, each) for tokens in (10, 24)] == [40, 24 + 3 * 12]
+    assert [sizes.response_cache_bytes(tokens, each) for tokens in (10, 24)] == [40, 24 + 3 * 12]
 
 
 def test_without_enough_free_pages_nothing_starts_and_nothing_changes():
