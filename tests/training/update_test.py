@@ -96,14 +96,14 @@ def assert_same_gradient(found, expected, tolerance=1e-6):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest)
 
 
-def plain_logprobs(params, tokens):
+def plain_logprobs(params, tokens, temperature=1.0):
     """Returns the log-probability of the token at t in column t, without packing and chunks."""
     decoder = nnx.merge(GRAPH, params)
     rows, seq = tokens.shape
     at = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32)[None], (rows, seq))
     hidden = decoder(tokens, at, jnp.ones_like(tokens))
     logits = jnp.einsum("rse,ve->rsv", hidden, decoder.ends.unembedding())
-    logprobs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    logprobs = jax.nn.log_softmax(logits[:, :-1] / temperature, axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.pad(chosen, ((0, 0), (1, 0)))
 
@@ -225,14 +225,14 @@ def test_the_gradient_does_not_depend_on_the_mesh(whole):
 
 
 def test_the_first_update_has_ratio_one_and_later_ones_the_weights_that_sampled(trainer_updater):
-    """The old log-probabilities are recomputed once, before the first update."""
+    """The old log-probabilities are recomputed once, before the first update, at the sampling temperature of 0.5."""
     optimizer = optax.sgd(1.0)
-    updater = make_updater(old_logprobs="trainer", optimizer=optimizer)
+    updater = make_updater(old_logprobs="trainer", optimizer=optimizer, temperature=0.5)
     minibatches = [packed(), packed(make_rows(seed=1))]
     state = fresh(optimizer)
     prepared = updater.prepare(state, minibatches)
     scored, [m] = prepared[1][0].microbatches.old_logprobs[0], minibatches[1]
-    expected = jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens))
+    expected = jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens), 0.5)
     np.testing.assert_allclose(scored[m.mask], expected[m.mask], rtol=1e-5, atol=1e-5)
 
     state, first = updater.update(state, prepared[0], learning_rate=0.5, first=True)
