@@ -61,7 +61,7 @@ def configuration(
 def settings(config: TrainConfig) -> dict[str, Any]:
     """Returns the settings of a TRL run with this configuration, and its prompts in the order in which our run uses them."""
     policy = find_policy(config.model.source)
-    source, _ = training_prompts(config.data, policy.tokenizer, seed=config.seed)
+    source = training_prompts(config.data, policy.tokenizer, seed=config.seed).training
     ordinals = range(config.steps * config.batch.prompts_per_step)
     prompts = [source[ordinal] for ordinal in ordinals]
     overlong, shipped = config.reward.overlong, config.model.source.startswith("shipped:")

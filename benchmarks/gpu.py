@@ -109,6 +109,8 @@ def least_seconds(what: str, workload: Workload, decoder: "DecoderConfig", chip:
     A rollout has one decode step per response token. Each step reads the weights, and the keys and values of all earlier tokens.
     An update has three matrix products per weight: one in the forward pass, and two in the backward pass.
     """
+    import jax.numpy as jnp
+
     from dapo_jax.config import ModelConfig, TrainConfig
     from dapo_jax.plan import roofline
 
@@ -116,14 +118,14 @@ def least_seconds(what: str, workload: Workload, decoder: "DecoderConfig", chip:
     if what == "rollout":
         config = TrainConfig(run_dir="none", model=ModelConfig(compute_dtype=DTYPE))
         cached = responses * (prompt + (new - 1) / 2) * roofline.cache_bytes_per_token(config, decoder)
-        weights = roofline.decode_weight_parameters(decoder) * roofline.item(DTYPE)
+        weights = roofline.decode_weight_parameters(decoder) * jnp.dtype(DTYPE).itemsize
         return new * (weights + cached) / chip.device_hbm_bytes_s
     pairs = workload.prompts * prompt * (prompt + 1) / 2 + responses * new * (prompt + (new + 1) / 2)
     tokens = workload.prompts * prompt + workload.tokens
     return (
         3
         * roofline.forward_flops(decoder, tokens=tokens, pairs=pairs, logits=workload.tokens)
-        / chip.device_flops
+        / chip.peak_flops
     )
 
 

@@ -42,10 +42,8 @@ def lasting_streams(gone: Callable[[str], None] = lambda name: None) -> Iterator
 
     A character that the encoding lacks is printed as a question mark. If descriptor 0, 1 or 2 is closed, it is permanently redirected to
     the null device. Otherwise, the next file to be opened would get this descriptor, and a library could print into that file.
-    Streams that are not the interpreter's own, for example in a notebook or a test, are unchanged.
-
-    Args:
-        gone: called with `standard output` or `standard error` when the reading end of this stream is closed. It must not print to this stream.
+    Streams that are not the interpreter's own, for example in a notebook or a test, are unchanged. When the reading end of a stream is closed, `gone` is called with
+    `standard output` or `standard error`. It must not print to this stream.
     """
     for number in range(3):
         try:

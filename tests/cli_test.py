@@ -6,7 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -88,10 +90,17 @@ def cut(model, graders):
 
 
 @pytest.fixture(scope="module")
-def trained(cut, tmp_path_factory):
+def printed(cut, tmp_path_factory):
+    """The folder of a run, and its lines on standard output."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    assert main(cut(run_dir)) == 0
-    return run_dir
+    with redirect_stdout(StringIO()) as out:
+        assert main(cut(run_dir)) == 0
+    return run_dir, out.getvalue().splitlines()
+
+
+@pytest.fixture(scope="module")
+def trained(printed):
+    return printed[0]
 
 
 def python(*words, **how):
@@ -187,7 +196,8 @@ def test_a_file_or_folder_is_a_dataset(verb, tmp_path, capsys, monkeypatch):
     assert "owm.jsonl" in one_message(capsys, "data")
 
 
-@pytest.mark.parametrize("platforms", ["nonsense", "cuda"])
+# Slow: starts a process. A platform without its plugin has the same message.
+@pytest.mark.parametrize("platforms", ["cuda", pytest.param("nonsense", marks=pytest.mark.slow)])
 def test_a_platform_that_is_not_here_is_one_message(platforms, tmp_path):
     words = ["-m", "dapo_jax.cli", "sample", "shipped:quickstart", "--prompt", "1"]
     done = python(*words, env=os.environ | {"JAX_PLATFORMS": platforms})
@@ -302,10 +312,8 @@ def test_data_without_a_signal_is_one_message_with_counts_and_status_1(grader, c
     assert counts in message
 
 
-def test_training_prints_the_scores_and_the_places(trained, cut, capsys, tmp_path):
-    run = tmp_path / "run"
-    assert main(cut(run)) == 0
-    out = capsys.readouterr().out.splitlines()
+def test_training_prints_the_scores_and_the_places(printed):
+    run, out = printed
     lines = read_metrics(run / "metrics.jsonl")
     avg = "eval/arithmetic/avg@4"
     before, after = (f"{line[avg]:.3f} ± {line[f'{avg}_stderr']:.3f}" for line in (lines[0], lines[-1]))

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "dapo_jax").rglob("*.py"))
 PAGES = [
@@ -35,13 +37,9 @@ BANNED = (
 )
 """Phrases that a reader has to decode; the table at the end of CONTRIBUTING.md has plain words for each."""
 _BANNED = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
-_FENCE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$", re.MULTILINE | re.DOTALL)
-_COMMENT_OR_FORMULA = re.compile(r"<!--.*?-->|\$\$.*?\$\$", re.DOTALL)
-_INDENTED = re.compile(r"(?<=\n\n)(?:    [^\n]*\n|\n)+")
-_BACKTICKS = re.compile(r"(?<!`)(`{1,2})(?!`)((?!\n\s*\n).)+?(?<!`)\1(?!`)", re.DOTALL)
-_IMAGE_OR_TAG = re.compile(r"!\[[^\]]*\]\([^)]*\)|<[^>]+>")
-_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
-_ITEM = re.compile(r"\s*(?:[*-]|\d+\.|#+|\[\^\w+\]:)\s")
+_CODE = re.compile(r"(`{1,2})(?!`)((?!\n\s*\n).)+?(?<!`)\1(?!`)", re.DOTALL)
+_FORMULA = re.compile(r"\$\$.*?\$\$", re.DOTALL)
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
 def name_of(path: Path) -> str:
@@ -71,30 +69,21 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def without_code(text: str) -> str:
     """The text with `code` in place of each piece of code in backticks, single or double."""
-    return _BACKTICKS.sub(lambda match: "code" + "\n" * match[0].count("\n"), text)
+    return _CODE.sub("code", text)
 
 
 def prose(markdown: str) -> list[tuple[int, str]]:
-    """Line and text of the paragraphs, list items and table cells of a page, without code, formulas and addresses."""
-    text = markdown
-    for pattern in (_FENCE, _COMMENT_OR_FORMULA, _INDENTED):
-        text = pattern.sub(lambda match: "\n" * match[0].count("\n"), text)  # keeps the numbers of the lines
-    text = _LINK.sub(r"\1", _IMAGE_OR_TAG.sub("", without_code(text)))
-    blocks: list[tuple[int, list[str]]] = []
-    continues = False
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.lstrip().startswith("|"):
-            cells = (cell.strip() for cell in re.split(r"(?<!\\)\|", line) if cell.strip(" -:"))
-            blocks += [(number, [cell]) for cell in cells]
-            continues = False
-        elif not line.strip():
-            continues = False
-        elif continues and not _ITEM.match(line):
-            blocks[-1][1].append(line.strip())
-        else:
-            blocks.append((number, [line.strip()]))
-            continues = True
-    return [(number, " ".join(lines)) for number, lines in blocks]
+    """Line and text of the paragraphs, headings, list items and table cells of a page, without code, formulas and addresses."""
+    text = _FORMULA.sub(lambda formula: "\n" * formula[0].count("\n"), markdown)
+    texts = {"text": None, "softbreak": " ", "code_inline": "code"}
+    return [
+        (
+            block.map[0] + 1,
+            "".join(texts[part.type] or part.content for part in block.children if part.type in texts),
+        )
+        for block in _MARKDOWN.parse(text)
+        if block.type == "inline" and block.content
+    ]
 
 
 def sentences(markdown: str) -> list[tuple[int, str]]:

@@ -109,9 +109,9 @@ def lines_of(paths):
 
 def test_library_tests_and_configuration_are_no_larger_than_their_limits():
     """The limits of the whole. They only fall; a commit that raises one needs a reason."""
-    assert lines_of(SOURCES) <= 42_642
-    assert lines_of((ROOT / "tests").rglob("*.py")) <= 51_505
-    assert len(leaf_types(TrainConfig)) <= 119
+    assert lines_of(SOURCES) <= 42_390
+    assert lines_of((ROOT / "tests").rglob("*.py")) <= 51_036
+    assert len(leaf_types(TrainConfig)) <= 118
 
 
 LONG_FILES = set[str]()
@@ -184,7 +184,7 @@ def test_phrases_and_long_sentences_are_found():
     page = (
         "A *list*:\n\n* What is drawn, `what was` aside.\n* "
         + "word " * 36
-        + "ends. Short.\n\n```text\nwhat is\n```\n\n| nobody | `x` |\n"
+        + "ends. Short.\n\n```text\nwhat is\n```\n\n| nobody | `x` |\n|---|---|\n"
     )
     found = [(line, phrase) for line, text in prose.prose(page) for phrase in prose.phrases(text)]
     assert found == [(3, "What is"), (3, "drawn"), (10, "nobody")]

@@ -284,8 +284,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         # `Any` is used because Orbax's protocols cannot be checked at run time.
         steps = [checkpoint.step for checkpoint in checkpoints]
         best = self._best() if self._keep_best else None
-        kept = {*sorted(steps)[-self._keep :], *(best or ())[:1]}
-        return [step in kept for step in steps]
+        preserved = {*sorted(steps)[-self._keep :], *(best or ())[:1]}
+        return [step in preserved for step in steps]
 
     def close(self) -> None:
         """Waits for the save in progress and stops Orbax's threads."""

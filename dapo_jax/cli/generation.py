@@ -86,8 +86,6 @@ def add_to(commands: Commands) -> None:
     text = "make responses bitwise independent of other requests; requires a multiple of 8 slots per device"
     option(parser, "--batch-invariant", text)
     option(parser, "--steps-per-call", "tokens per streamed message", default=4)
-    text = "tokens per page of the KV cache; 0: a default for the platform"
-    option(parser, "--page-tokens", text, default=0)
     text = "dtype of activations and matrix products"
     option(parser, "--compute-dtype", text, choices=("float32", "bfloat16"), default="float32")
 

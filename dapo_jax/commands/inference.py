@@ -79,7 +79,7 @@ def evaluate(
     kept = None if keep is None else checked_folder(keep, key="keep", write=True)
     use_compilation_cache()
     checked = check_graders(config.reward, reward=reward)  # before the model loads
-    environment = environment_of(config.environment, config.workers.of_environment, reward=reward)
+    environment = environment_of(config, reward=reward)
     config = replace(config, data=with_template_date(config.data, like=data_of_run(model)))
     tokenizer = tokenizer_of(ModelConfig(source=model))
     held_out = held_out_prompts(config.data, config.eval, tokenizer, rows=rows)
@@ -87,10 +87,7 @@ def evaluate(
     sampler = sampler_of(evaluation_spec(config), seed=config.seed)
     groups_of: dict[str, list[Group]] = {}
     episodes = episodes_of(environment, config, policy.tokenizer)
-    workers = config.workers.of_graders
-    graders = grading(
-        config.reward, policy, stop=config.sampling.stop, workers=workers, graders=checked, episodes=episodes
-    )
+    graders = grading(config, policy, graders=checked, episodes=episodes)
     with closing(graders):
         weights = sampler.transfer(policy.params)
         for name, prompts in held_out.items():
@@ -198,8 +195,7 @@ def sample(
         sampling, max_prompt_tokens=longest, group_size=samples_per_prompt, compute_dtype="float32"
     )
     sampler = sampler_of(spec, seed=seed)
-    reward = RewardConfig()
-    unread = check_graders(reward, reward=lambda sample: Verdict(correct=False, reason="not graded"))
-    ungraded = grading(reward, policy, stop=sampling.stop, graders=unread)
+    unread = check_graders(RewardConfig(), reward=lambda sample: Verdict(correct=False, reason="not graded"))
+    ungraded = grading(EvaluateConfig(sampling=sampling), policy, graders=unread)
     weights = sampler.transfer(policy.params)
     return sampler.evaluate(weights, asked, ungraded.groups, config, name="", step=0)

@@ -82,12 +82,11 @@ class _WarmStart:
         self._held_out = prompts.held_out
         self.learner = learner = load_learner(config, meshes)
         policy, layout = learner.policy, learner.training_pass.layout
-        most, stop = config.max_response_tokens, config.sampling.stop
+        most = config.max_response_tokens
         self._pairs = PairSource(
             prompts.training, policy.tokenizer, seed=config.seed, max_response_tokens=most
         )
-        workers = config.workers.of_graders
-        self._graders = grading(config.reward, policy, stop=stop, workers=workers, graders=graders)
+        self._graders = grading(config, policy, graders=graders)
         self._sampler = learner.sampler(evaluation_spec(evaluation_of(config)))
         self._updater = Updater(
             policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat, layout=layout),

@@ -1,6 +1,9 @@
 """Algorithms by name. `algorithm: NAME` in a file, or `algorithm=NAME` as an override, is replaced by the keys in `ALGORITHMS[NAME]`."""
 
+from operator import attrgetter
 from typing import Any
+
+from dapo_jax.config.keys import shown
 
 CLIPS = ("clip_ratio_low", "clip_ratio_high")
 CLIP_RANGE = (0.2, 0.28)
@@ -143,3 +146,18 @@ DEFINING = (
     "batch.keep", "teacher.source",
 )  # fmt: skip
 """Keys that a file may not set next to `algorithm`, if the algorithm sets them too. A mapping has no order, so it would be unclear which value wins."""
+
+
+def algorithm_name(config: Any) -> str:
+    """Returns the name of the algorithm whose keys a `TrainConfig` has, or of the most similar algorithm with the values of the other keys.
+
+    >>> from dapo_jax.config import load_config
+    >>> algorithm_name(load_config("quickstart", ["algorithm=gspo", "loss.kl_coef=0.1"]))
+    'gspo with loss.kl_coef=0.1'
+    """
+    changes = dict[str, list[str]]()
+    for name, keys in ALGORITHMS.items():
+        values = [(key, attrgetter(key)(config), usual) for key, usual in keys.items()]
+        changes[name] = [f"{key}={shown(value)}" for key, value, usual in values if value != usual]
+    name = min(changes, key=lambda name: len(changes[name]))
+    return f"{name} with {', '.join(changes[name])}" if changes[name] else name

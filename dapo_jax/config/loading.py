@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from os import PathLike
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, overload
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args
 
 import yaml
 
@@ -27,23 +27,13 @@ AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
 RECORD = "config.yaml"
 """Name of the file in which a run records its configuration. Keys of earlier versions are converted in it."""
 
-_Config = TypeVar("_Config", TrainConfig, SftConfig, EvaluateConfig)
+_Config = TypeVar("_Config", bound=AnyConfig)
 _Section = TypeVar("_Section", bound=Section)
 
 
-@overload
-def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig: ...
-
-
-@overload
 def load_config(
-    path: str | PathLike[str], overrides: Sequence[str] = (), *, schema: type[_Config]
-) -> _Config: ...
-
-
-def load_config(
-    path: str | PathLike[str], overrides: Sequence[str] = (), *, schema: type[AnyConfig] = TrainConfig
-) -> AnyConfig:
+    path: str | PathLike[str], overrides: Sequence[str] = (), *, schema: type[_Config] = TrainConfig
+) -> _Config:
     """Loads a YAML file, applies `section.key=value` overrides in order (the last one wins), and checks the result.
 
     The value of an override is parsed as YAML. For a text key, however, the value is used literally, so `data.prompt_template=Q: {prompt}` needs no
@@ -61,7 +51,7 @@ def load_config(
         ConfigError: the file or an override cannot be parsed, has a key that is not in the schema, or has an invalid
             value. The message names the file or the override, the key, the value and the remedy.
     """
-    return _load(path, overrides, (schema,))
+    return cast(_Config, _load(path, overrides, (schema,)))
 
 
 def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence[str] = ()) -> EvaluateConfig:
@@ -104,21 +94,6 @@ def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
 def leaf_values(config: AnyConfig) -> dict[str, Any]:
     """Returns the values in a configuration, as a mapping from their dotted keys."""
     return {key: attrgetter(key)(config) for key in leaf_types(type(config))}
-
-
-def algorithm_of(config: TrainConfig) -> str:
-    """Returns the name of the algorithm whose keys a configuration has, or of the most similar algorithm with the values of the other keys.
-
-    >>> algorithm_of(TrainConfig(run_dir="x")), algorithm_of(load_config("quickstart", ["algorithm=gspo", "loss.kl_coef=0.1"]))
-    ('dapo', 'gspo with loss.kl_coef=0.1')
-    """
-    values = leaf_values(config)
-    changes = {
-        name: [f"{key}={shown(values[key])}" for key, value in keys.items() if values[key] != value]
-        for name, keys in ALGORITHMS.items()
-    }
-    name = min(changes, key=lambda name: len(changes[name]))
-    return f"{name} with {', '.join(changes[name])}" if changes[name] else name
 
 
 def _load(

@@ -1,37 +1,14 @@
 """The sections `model`, `lora` and `sampling`."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from dapo_jax.config.keys import POSITIVE, SIZE, Range, key
+from dapo_jax.config.model_source import SourceParts, source_parts
 from dapo_jax.config.section import Section
 from dapo_jax.hints import nearest
 
 DTYPES = ("float32", "bfloat16")
 TEMPERATURE = Range("0 (greedy), or 0.001 to 1000", lambda v: v == 0 or 1e-3 <= v <= 1e3)
-
-
-class SourceParts(NamedTuple):
-    """The parts of a model's source."""
-
-    place: str
-    """The source without the other parts."""
-    revision: str = ""
-    """Branch, tag or commit of a model on the Hugging Face Hub."""
-    checkpoint: str = "last"
-    """The checkpoint of a run to load: last or best."""
-
-
-def source_parts(source: str) -> SourceParts:
-    """Splits `hf:ORG/NAME@COMMIT` and `RUN@best`.
-
-    >>> source_parts("runs/mine@best")
-    SourceParts(place='runs/mine', revision='', checkpoint='best')
-    """
-    place, _, part = source.rpartition("@")
-    if place.startswith("hf:"):
-        return SourceParts(place, revision=part)
-    return SourceParts(place, checkpoint=part) if place and part in ("last", "best") else SourceParts(source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +88,6 @@ class SamplingConfig(Section, at="sampling"):
         4096, range=SIZE, aliases="max_num_batched_tokens chunked_prefill_size", may_change=True
     )
     """Maximum number of prompt tokens per prefill. Longer prompts are prefilled in chunks."""
-    page_tokens: int = key(0, aliases="block_size page_size", may_change=True)
-    """Number of tokens per page of the KV cache. A response is allocated more pages as it grows, and responses to the same prompt share the prompt's full pages.
-    0 selects a default for the platform. On a single CPU, the default for up to 256 tokens per prompt and response is a cache without pages."""
     cache_tokens: int = key(0, aliases="vllm_gpu_memory_utilization gpu_memory_utilization", may_change=True)
     """Capacity of a sampler's KV cache in tokens, over all of the sampler's devices. If the cache is full, the most recently started response is preempted and later
     re-prefilled. Layers with a window keep fewer tokens. 0 means as many tokens as fit into device memory next to the weights and the training state. A run logs this number when it

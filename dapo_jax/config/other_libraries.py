@@ -62,6 +62,7 @@ _NO_KEY = {
     "num_iterations ppo_epochs": "each response is trained on once; for several updates per step, set `batch.groups_per_update` to less than "
     "`batch.prompts_per_step`",
     "use_vllm rollout.name rollout.mode enforce_eager free_cache_engine load_format enable_chunked_prefill hybrid_engine": "the library samples with its own engine, which is configured in `sampling`",
+    "block_size page_size": "the number of tokens per page follows from the platform and the slots; `sampling.cache_tokens` is the size of the cache",
     "lr_scheduler_type": "the learning rate rises linearly over `optimizer.warmup_steps`, and is constant afterwards",
     "push_to_hub": "after the run, upload the folder `model` in `run_dir`, which has the Hugging Face layout: hf upload ORG/NAME RUN_DIR/model",
     "logging_steps logging_strategy logging_first_step": "metrics are logged in every step; `log.rollouts_every_steps` is for sampled responses",

@@ -6,7 +6,8 @@ specifies a value, that value is the default, and the documentation names the eq
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar
 
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.keys import (
@@ -261,6 +262,9 @@ class GuardConfig(Section, at="guard"):
 class RunConfig(Section):
     """The keys that are shared by training and a supervised warm start."""
 
+    response_limit: ClassVar[str] = "sampling.max_response_tokens"
+    """The key with the maximum response length."""
+
     run_dir: str = key(not_empty=True, aliases="output_dir default_local_dir", may_change=True)
     """Run folder: a local folder, or `gs://BUCKET/FOLDER` (needs the `gcs` extra)."""
     seed: int = key(0, range=SEED)
@@ -283,16 +287,29 @@ class RunConfig(Section):
     eval: EvalConfig = key(default_factory=EvalConfig, may_change=True)
     parallel: ParallelConfig = key(default_factory=ParallelConfig, may_change=True)
 
-    def check_shared(self, response: int, response_key: str) -> None:
-        """Checks that every changed key has an effect, and that attention and row length are compatible with the other keys. `response` is the maximum response length, and `response_key` its key."""
+    @property
+    def row_tokens(self) -> int:
+        """Number of tokens per packed row: `batch.row_tokens`, or `sequence_tokens`."""
+        return self.batch.row_tokens or self.sequence_tokens
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Maximum number of tokens of a prompt and a response together."""
+        return self.data.max_prompt_tokens + attrgetter(self.response_limit)(self)
+
+    def check_together(self) -> None:
+        """Checks that every changed key has an effect, and that attention and row length are compatible with the other keys."""
         self.check_effects()
         if self.model.attention == "cudnn" and self.model.compute_dtype != "bfloat16":
             remedy = "set it to bfloat16, or model.attention=xla"
             self.refuse("model.compute_dtype", "bfloat16 for model.attention = 'cudnn'", remedy)
-        row, prompt = self.batch.row_tokens, self.data.max_prompt_tokens
-        if 0 < row < (longest := prompt + response):
-            remedy = f"{prompt} + {response} = {longest} > {row}: raise it to {longest}, or lower the two"
-            self.refuse("batch.row_tokens", f"0, or at least data.max_prompt_tokens + {response_key}", remedy)
+        row, prompt, longest = self.batch.row_tokens, self.data.max_prompt_tokens, self.sequence_tokens
+        if 0 < row < longest:
+            remedy = (
+                f"{prompt} + {longest - prompt} = {longest} > {row}: raise it to {longest}, or lower the two"
+            )
+            needs = f"0, or at least data.max_prompt_tokens + {self.response_limit}"
+            self.refuse("batch.row_tokens", needs, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,16 +336,6 @@ class TrainConfig(RunConfig):
     def episode_tokens(self) -> int:
         """Maximum number of tokens per response, or per episode if there is an environment."""
         return self.environment.episode_tokens or self.sampling.max_response_tokens
-
-    @property
-    def row_tokens(self) -> int:
-        """Number of tokens per packed row: `batch.row_tokens`, or the length of the longest possible rollout."""
-        return self.batch.row_tokens or self.sequence_tokens
-
-    @property
-    def sequence_tokens(self) -> int:
-        """Maximum number of tokens of a prompt and a response together."""
-        return self.data.max_prompt_tokens + self.sampling.max_response_tokens
 
     @property
     def prompts_per_wave(self) -> int:
@@ -362,8 +369,8 @@ class TrainConfig(RunConfig):
         return replace(self, dynamic_sampling=dynamic)
 
     def check_together(self) -> None:
-        sampling, environment, limit = self.sampling, self.environment, self.sampling.max_response_tokens
-        self.check_shared(limit, "sampling.max_response_tokens")
+        super().check_together()
+        sampling, environment = self.sampling, self.environment
         if sampling.temperature == 0:
             remedy = "all responses of a group would be equal: greedy is for eval.temperature only"
             self.refuse("sampling.temperature", "more than 0 for training", remedy)
@@ -475,22 +482,10 @@ class SftBatchConfig(PackedRowsConfig):
 class SftConfig(RunConfig):
     """Complete configuration of a supervised warm start on prompt / response pairs."""
 
+    response_limit = "max_response_tokens"
     max_response_tokens: int = key(64, range=SIZE)
     """Maximum number of tokens in a response, including the end token. A longer response is an error."""
     batch: SftBatchConfig = key(default_factory=SftBatchConfig)
-
-    @property
-    def row_tokens(self) -> int:
-        """Number of tokens per packed row: `batch.row_tokens`, or the length of the longest possible pair."""
-        return self.batch.row_tokens or self.sequence_tokens
-
-    @property
-    def sequence_tokens(self) -> int:
-        """Maximum number of tokens of a prompt and a response together."""
-        return self.data.max_prompt_tokens + self.max_response_tokens
-
-    def check_together(self) -> None:
-        self.check_shared(self.max_response_tokens, "max_response_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The weight of each token in the loss: how token losses are averaged over a minibatch."""
+"""The weight of each token in the loss, which is 1 / denominator: how token losses are averaged over a minibatch."""
 
 from typing import Any
 

@@ -15,10 +15,7 @@ def is_informative(group: Group, *, metric: str = "correct") -> bool:
 
     The decision uses verdicts, not rewards. The overlong penalty makes the rewards of an all-correct group unequal, and
     training on such a group would teach the model nothing but length.
-
-    Raises:
-        ValueError: `metric` is "score", but a verdict that was not lost has no score.
-    """
+    Raises ValueError if `metric` is "score", but a verdict that was not lost has no score."""
     if metric == "correct":
         return len({rollout.correct for rollout in group.rollouts}) == 2
     if not _is_scored(group):

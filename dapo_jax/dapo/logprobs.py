@@ -191,9 +191,8 @@ class _Chunks:
         highest = lax.pmax(top, self.axis)
         shrink = jnp.exp(top - highest)
         moment = shrink * (moment + total * (top - highest))
-        return highest, *lax.psum(
-            (shrink * total, moment, chosen, *(shrink * gap for gap in gaps)), self.axis
-        )
+        terms = (shrink * total, moment, chosen, *(shrink * gap for gap in gaps))
+        return highest, *lax.psum(terms, self.axis)
 
 
 _NEVER = -1e30

@@ -64,10 +64,7 @@ def token_mean(values: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"]
 
 def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
     """Adds the metrics in two dicts, name by name. Both dicts must have the same names. Safe under `jit`.
-
-    Raises:
-        ValueError: the keys differ, or a metric is a mean in one dict and a maximum in the other.
-    """
+    Raises ValueError if the keys differ, or a metric is a mean in one dict and a maximum in the other."""
     if odd := sorted(name for name in {**a, **b} if type(a.get(name)) is not type(b.get(name))):
         raise ValueError(
             f"metrics differ: {odd} are missing in one dict, or a Mean in one and a Max in the other"

@@ -80,10 +80,7 @@ class Tokens:
 
     def __init__(self, tokens: Any = (), **values: Any) -> None:
         """Creates a record from token ids and one array per value. Missing values are blank.
-
-        Raises:
-            ValueError: `VALUES` has no such value, or the arrays have different lengths.
-        """
+        Raises ValueError if `VALUES` has no such value, or the arrays have different lengths."""
         given = {"tokens": tokens, **{name: array for name, array in values.items() if array is not None}}
         if unknown := given.keys() - VALUES.keys():
             raise ValueError(

@@ -25,7 +25,7 @@ SHOWN, LAST = 2, 8
 
 def training_data(subject: Subject) -> Found:
     """Checks that there are prompts to train on, and shows a few as the model receives them."""
-    source, notes = subject.training
+    source, notes = subject.training.training, subject.training.notes
     details = tuple(line for prompt in subject.prompts(SHOWN) for line in _shown(prompt, subject.tokenizer))
     message = "; ".join([f"{source.rows_per_epoch:,} prompts to train on", *notes])
     if repeated := repeated_prompts(subject.config, source.rows_per_epoch):
@@ -57,9 +57,7 @@ def grader(subject: Subject) -> Found:
     """Checks that the grader accepts reference answers and rejects an empty response, or that the environment can be created."""
     config = subject.config
     if source := config.environment.source:
-        episodes = episodes_of(
-            environment_of(config.environment, config.workers.of_environment), config, subject.tokenizer
-        )
+        episodes = episodes_of(environment_of(config), config, subject.tokenizer)
         assert episodes is not None
         with episodes:
             problem = episodes.check(subject.prompts(1)[0], limit=config.episode_tokens)

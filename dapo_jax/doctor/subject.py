@@ -1,20 +1,18 @@
 """The configuration that the checks examine, and the model, data and plan that several checks share."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from dapo_jax.config import DataConfig, ModelConfig, TrainConfig
 from dapo_jax.config.keys import prefixed
-from dapo_jax.config.model_schema import source_parts
+from dapo_jax.config.model_source import source_parts
 from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.data.prompts import PromptSource
 from dapo_jax.models.folder import weights_of
 from dapo_jax.models.hub import look_up
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.plan import Plan, plan
 from dapo_jax.plan.workload import Assumptions
-from dapo_jax.run.prompt_sets import GivenRows, training_prompts, with_template_date
+from dapo_jax.run.prompt_sets import GivenRows, PromptSets, training_prompts, with_template_date
 from dapo_jax.run.sources import description_of, source_of
 from dapo_jax.storage import AnyPath, entries, size_of
 from dapo_jax.text.tokenizers import Tokenizer
@@ -79,13 +77,12 @@ class Subject:
         return plan(replace(self.config, model=model, teacher=teacher), assumed=Assumptions(informative=1.0))
 
     @cached_property
-    def training(self) -> tuple[PromptSource, Sequence[str]]:
+    def training(self) -> PromptSets:
         """The prompts to train on, and notes about them."""
         data, seed = with_template_date(self.config.data), self.config.seed
-        source, asked = training_prompts(data, self.tokenizer, seed=seed, rows=self.rows)
-        return source, asked.notes
+        return training_prompts(data, self.tokenizer, seed=seed, rows=self.rows)
 
     def prompts(self, count: int) -> list[Prompt]:
         """Returns the first prompts that a run would sample."""
-        source = self.training[0]
+        source = self.training.training
         return [source[ordinal] for ordinal in range(min(count, source.rows_per_epoch))]

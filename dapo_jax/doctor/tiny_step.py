@@ -24,7 +24,7 @@ from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import DrawnTurn, Group, Prompt, Rollout, Verdict
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
-from dapo_jax.plan.workload import batch_shards
+from dapo_jax.parallel.mesh import batch_shards
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import samples_of
@@ -113,10 +113,7 @@ class TinyStep(ExitStack, Observer):
         if self._whole.environment.source:
             return self._first_turns()
         limit = self.config.sampling.max_response_tokens
-        workers = self.config.workers.of_graders
-        grader = grading(
-            self.config.reward, self._run.policy, stop=self.config.sampling.stop, workers=workers
-        )
+        grader = grading(self.config, self._run.policy)
         sampled = [(g.prompt, tuple(r.response for r in g.rollouts)) for g in self._collected.groups]
         try:
             began = time.monotonic()
@@ -145,11 +142,7 @@ class TinyStep(ExitStack, Observer):
     def _first_turns(self) -> Found:
         """Passes each sampled response to the environment as the first turn of an episode."""
         policy, began = self._run.policy, time.monotonic()
-        episodes = episodes_of(
-            environment_of(self._whole.environment, self._whole.workers.of_environment),
-            self._whole,
-            policy.tokenizer,
-        )
+        episodes = episodes_of(environment_of(self._whole), self._whole, policy.tokenizer)
         assert episodes is not None
         decode = getattr(policy.tokenizer, "spelled", policy.tokenizer.decode)
         example, verdicts = "", list[Verdict]()

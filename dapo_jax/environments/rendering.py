@@ -109,10 +109,8 @@ class Rendering:
         template, guard = template_of(self.tokenizer), Guarding(self.tokenizer)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         mistral = {"tool_call_id": "0" * 9}  # its templates require an id of nine characters
-        whole = [
-            *before,
-            *({**mistral, **guard.message(message)} for message in canonical_messages(messages)),
-        ]
+        appended = [{**mistral, **guard.message(message)} for message in canonical_messages(messages)]
+        whole = [*before, *appended]
         if any(message["role"] == "tool" for message in whole):
             template = template.with_tools
         render, closing = partial(template.render, variables=self.template_kwargs, today=self.today), ""

@@ -93,7 +93,7 @@ def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list
             raise ValueError(f"it has no {_ENDS[mark]}")
         end, content = last.end(), text[at : last.end()].strip()
         if mark == "<function=":
-            return [_parameter_tags(content, known)], end
+            return [_qwen_parameter_tags(content, known)], end
         if mark == "<function_calls>":
             return _expressions(content), end
         text_or_key = r"(?s:<escape>(.*?)<escape>)|(?<=[{,])([\w.-]+)(?=:)"
@@ -121,7 +121,7 @@ def _call(call: Any) -> ToolCall:
     return ToolCall(call["name"], arguments or {})
 
 
-def _parameter_tags(content: str, known: Mapping[str, Any]) -> ToolCall:
+def _qwen_parameter_tags(content: str, known: Mapping[str, Any]) -> ToolCall:
     """Reads `NAME><parameter=KEY>VALUE</parameter>...`, as Qwen3.5 and Qwen3-Coder write it. A value is a text, unless it spells another value that fits the tool's schema."""
     (name, _, between), *parts = (part.partition(">") for part in content.split("<parameter="))
     if between.strip():

@@ -128,10 +128,8 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
     """Stops the run on SIGTERM, SIGINT or SIGHUP. A second SIGTERM or SIGINT, or the end of the grace period, ends the process.
 
     A separate thread ends the process, because signal handlers do not run while the main thread is in compiled code. SIGHUP is ignored if
-    it was ignored at the start (nohup). It is also ignored after a stop, so that a second SIGHUP does not change the exit status.
-
-    Args:
-        end: ends the process. It is called with an exit status and the reason, and must not return.
+    it was ignored at the start (nohup). It is also ignored after a stop, so that a second SIGHUP does not change the exit status. `end` ends the process: it is called
+    with an exit status and the reason, and must not return.
     """
     main, hung_up = threading.get_ident(), False
     stop = Stop(lambda: signal.pthread_kill(main, _WAKE))

@@ -62,11 +62,7 @@ class Watchdogs:
         self._raised = next(iter(warnings(self._seen, metric=metric)), "")
 
     def step(self, metrics: StepMetrics) -> tuple[dict[str, int], list[str]]:
-        """Adds the metrics of a finished step.
-
-        Returns:
-            The metric `watchdog/NAME` of each warning, which is 1 while the warning is raised, and the texts of newly raised warnings.
-        """
+        """Adds the metrics of a finished step. Returns the metric `watchdog/NAME` of each warning, which is 1 while the warning is raised, and the texts of newly raised warnings."""
         self._see(metrics)
         holds = warnings(self._seen, metric=self._metric)
         before, self._raised = self._raised, next(iter(holds), "")

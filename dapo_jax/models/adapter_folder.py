@@ -57,10 +57,7 @@ def is_adapter(folder: AnyPath) -> bool:
 
 def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
     """Returns an adapter's settings and its tensors. Only the names and shapes of the tensors are loaded.
-
-    Raises:
-        ValueError: a file is missing or damaged, or a setting is not supported. The message names the key.
-    """
+    Raises ValueError if a file is missing or damaged, or a setting is not supported. The message names the key."""
     path = folder / ADAPTER_CONFIG
     found = read_json(path)
     for key, value in found.items():

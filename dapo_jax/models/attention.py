@@ -319,9 +319,8 @@ def cached_attention(
     kv_heads, capacity = keys.shape[1], keys.shape[3]
     chunk = min(chunk, capacity)
     dtype = keys.dtype.name
-    grouped = (
-        (query * head_dim**-0.5).reshape(kv_heads, heads // kv_heads, head_dim, slots).transpose(3, 0, 1, 2)
-    )
+    scaled = query * head_dim**-0.5
+    grouped = scaled.reshape(kv_heads, heads // kv_heads, head_dim, slots).transpose(3, 0, 1, 2)
 
     def attend(start: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         # The last chunk is moved back so that it ends at the capacity. Positions that it repeats are masked.

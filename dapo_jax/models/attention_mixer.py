@@ -199,9 +199,8 @@ def _heads_normed(layer: Any, query: Array, key: Array | None, *, together: bool
     if key is None:
         return _normed(layer, query, layer.query_norm, config.heads), None
     if not together or config.qk_norm != "head":
-        return _normed(layer, query, layer.query_norm, config.heads), _normed(
-            layer, key, layer.key_norm, config.kv_heads
-        )
+        query = _normed(layer, query, layer.query_norm, config.heads)
+        return query, _normed(layer, key, layer.key_norm, config.kv_heads)
     both = jnp.concatenate([query, key])
     factors = jax.lax.rsqrt(jnp.mean(both * both, axis=1, keepdims=True) + config.norm_eps)
     of_query, of_key = (with_offset(config, norm[...]) for norm in (layer.query_norm, layer.key_norm))

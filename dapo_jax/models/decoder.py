@@ -188,9 +188,8 @@ class EmbeddingAndHead(nnx.Module):
     def logits(self, hidden: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens vocab"]:
         """Returns float32 logits for hidden states after the final norm. Logits of vocabulary padding are -inf."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        logits = capped(
-            product("ve,te->tv", self.unembedding(), flat, self.compute_dtype), self.config.logit_cap
-        )
+        logits = product("ve,te->tv", self.unembedding(), flat, self.compute_dtype)
+        logits = capped(logits, self.config.logit_cap)
         if logits.shape[1] != self.config.vocab_size:
             entry = jnp.arange(logits.shape[1], dtype=jnp.int32)
             logits = jnp.where(entry[None] < self.config.vocab_size, logits, -jnp.inf)
@@ -274,9 +273,8 @@ class Decoder(nnx.Module):
             def layer(carry: _Carry, given: tuple[Any, ...]) -> tuple[_Carry, dict[str, Array] | None]:
                 (x, handed), (index, turn, data, weights, forced, own_inputs) = carry, given
                 if apart:
-                    weights = nnx.merge_state(
-                        weights, jax.lax.switch(index, [partial(chosen, at) for at in range(len(layers))])
-                    )
+                    branches = [partial(chosen, at) for at in range(len(layers))]
+                    weights = nnx.merge_state(weights, jax.lax.switch(index, branches))
                 rope = tables[0] if turn is None else tuple(table[turn] for table in tables)
                 how = partial(attend, **data) if data else attend
                 how = how if reads is None else partial(how, shared=handed[reads])

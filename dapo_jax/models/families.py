@@ -312,10 +312,7 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
 
 def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]:
     """Returns the content of a decoder's config.json. RoPE settings are included in the formats of both transformers 4 and 5.
-
-    Raises:
-        ValueError: the family of the decoder has no keys for some of its options.
-    """
+    Raises ValueError if the family of the decoder has no keys for some of its options."""
     family = FAMILIES[config.family]
     described: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _fields(family).items()}
     reads, (rope, *others) = family.defaults, config.ropes
@@ -392,10 +389,7 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
 
 def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     """Converts the content of a config.json to a `DecoderConfig`. `where` is the file's path for error messages.
-
-    Raises:
-        ValueError: a key is missing, or the decoder does not support its value.
-    """
+    Raises ValueError if a key is missing, or the decoder does not support its value."""
     outer, described = described, _text_part(described, where)
     name = str(described.get("model_type"))
     if name not in FAMILIES:
@@ -552,9 +546,8 @@ def _layer_fields(
         if "sliding_window_pattern" in reads:
             every = period(values["sliding_window_pattern"], where)
         every = 1 if window is None and not family.two_ropes else every
-        kinds = [
-            "full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(layers)
-        ]
+        is_full = [every and (i + 1) % every == 0 for i in range(layers)]
+        kinds = ["full_attention" if full else "sliding_attention" for full in is_full]
     sliding = [kind == "sliding_attention" for kind in kinds]
     if any(sliding) and window is None:
         raise ValueError(

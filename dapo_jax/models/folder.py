@@ -71,10 +71,7 @@ def weights_of(folder: str | os.PathLike[str], config: DecoderConfig) -> Safeten
 
 def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
     """Loads the `DecoderConfig` from a folder's config.json.
-
-    Raises:
-        ValueError: config.json is missing, is not JSON, lacks a key, or describes an unsupported model.
-    """
+    Raises ValueError if config.json is missing, is not JSON, lacks a key, or describes an unsupported model."""
     path = path_of(folder) / CONFIG
     config = understand(described := read_json(path), path)
     decides = config.wrapped and described.get("tie_word_embeddings") not in (None, config.tied_embeddings)
@@ -109,9 +106,8 @@ def save_model(
         token_ids: ids of special tokens by their keys in config.json, such as `eos_token_id`.
     """
     described, tensors = describe(config, dtype=dtype), list(exported(config, params, adapters))
-    return write_model(
-        folder, described | dict(token_ids), tensors, dtype=dtype, max_shard_bytes=max_shard_bytes
-    )
+    config_json = described | dict(token_ids)
+    return write_model(folder, config_json, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 def write_model(

@@ -26,10 +26,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         """Reads the metadata and the shapes. The tensors are read later, on access.
-
-        Raises:
-            ValueError: the package `gguf` is missing, the file cannot be read, or its architecture is not supported.
-        """
+        Raises ValueError if the package `gguf` is missing, the file cannot be read, or its architecture is not supported."""
         try:
             from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
         except ImportError as error:
@@ -97,10 +94,7 @@ class GgufFile:
 
     def config(self) -> DecoderConfig:
         """Returns the configuration of the decoder that the metadata describes.
-
-        Raises:
-            ValueError: a metadata key is missing, or the decoder does not support its value.
-        """
+        Raises ValueError if a metadata key is missing, or the decoder does not support its value."""
         heads, width = self._size("attention.head_count"), self._size("embedding_length")
         head_dim = self._size("attention.key_length", width // heads)
         windowed = self._architecture == "gemma3"

@@ -24,10 +24,7 @@ _ENDS = (
 
 def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str]:
     """Returns the contents of tokenizer.json, tokenizer_config.json and generation_config.json, by file name.
-
-    Raises:
-        ValueError: the tokenizer is missing, or its kind is not supported. The message names the kind.
-    """
+    Raises ValueError if the tokenizer is missing, or its kind is not supported. The message names the kind."""
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     names = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
     keys = {name: f"tokenizer.ggml.{key}_token_id" for name, key in names}

@@ -42,11 +42,7 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
 def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
     """Returns a local folder with a model's configuration and tokenizer, and the size of its weights in bytes. The weights are not downloaded.
 
-    If the hub cannot be reached, the folder and the size are taken from the cached model.
-
-    Raises:
-        ValueError: for the same reasons as in `download`.
-    """
+    If the hub cannot be reached, the folder and the size are taken from the cached model. Raises ValueError for the same reasons as `download`."""
     try:
         with _explained(name, revision):
             listed = _client().HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []

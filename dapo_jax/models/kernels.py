@@ -33,10 +33,7 @@ def splash_kernel(
     """Returns the kernel for causal attention with `heads` heads over rows of `seq` tokens. Each row's queries are sharded over `parts` devices.
 
     A query attends to the last `window` tokens including its own, or to all if `window` is 0. `cap` caps the scores.
-
-    Raises:
-        ValueError: the rows cannot be split into blocks.
-    """
+    Raises ValueError if the rows cannot be split into blocks."""
     most = _BLOCK_NUMBERS // head_dim
     block = next((size for size in _BLOCKS if seq % (parts * size) == 0 and size <= most), None)
     if block is None:

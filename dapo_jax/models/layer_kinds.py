@@ -218,22 +218,20 @@ class LayerKind:
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
         """Returns all parameters of one layer, without adapters."""
         before, after = config.norm_place != "outputs", config.norm_place != "inputs"
-        parts = {"attention": self.mixer, "mlp": self.mlp}
-        names = {"attention": "input_layernorm.weight", "mlp": "post_attention_layernorm.weight"}
-        found: dict[str, Parameter] = {}
-        for name in parts:
-            if before and parts[name]:
-                found[f"{name}_norm"] = norm(config, config.embed_dim, tensor=names[name])
-            if after and parts[name]:
-                found[f"{name}_out_norm"] = norm(config, config.embed_dim)
-        for part in parts.values():
-            found |= part.parameters(config) if part else {}
-        return found
+        sublayers = {"attention": self.mixer, "mlp": self.mlp}
+        tensors = {"attention": "input_layernorm.weight", "mlp": "post_attention_layernorm.weight"}
+        parameters: dict[str, Parameter] = {}
+        for name, sublayer in sublayers.items():
+            if before and sublayer:
+                parameters[f"{name}_norm"] = norm(config, config.embed_dim, tensor=tensors[name])
+            if after and sublayer:
+                parameters[f"{name}_out_norm"] = norm(config, config.embed_dim)
+        for sublayer in sublayers.values():
+            parameters |= sublayer.parameters(config) if sublayer else {}
+        return parameters
 
     def matrix_parameters(self, config: Architecture, tokens: int | float = 1) -> int | float:
         """Returns the number of entries of the matrices that `tokens` tokens use."""
-        found = self.parameters(config).values()
+        matrices = [matrix for matrix in self.parameters(config).values() if is_matrix(matrix.axes)]
         share = self.mlp.used(tokens) if self.mlp else 1.0
-        return sum(
-            each.size * (share if "experts" in each.axes else 1) for each in found if is_matrix(each.axes)
-        )
+        return sum(matrix.size * (share if "experts" in matrix.axes else 1) for matrix in matrices)

@@ -24,10 +24,7 @@ SETS = {"all": tuple(name for names in list(GROUPS.values())[:2] for name in nam
 
 def lora_shape(*, rank: int, alpha: float, targets: Sequence[str]) -> LoraShape:
     """Returns a `LoraShape` for the linear layers `targets`, which are in `TARGETS` or keys of `SETS`.
-
-    Raises:
-        ValueError: rank or alpha is not positive and finite, or a target is unknown. The message lists the known targets.
-    """
+    Raises ValueError if rank or alpha is not positive and finite, or a target is unknown. The message lists the known targets."""
     if rank < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"rank {rank} and alpha {alpha} must both be above 0 and finite")
     known = [*SETS, *TARGETS]

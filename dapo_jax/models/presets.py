@@ -74,9 +74,8 @@ class DecoderConfig(Architecture):
         def chosen(rope: Rope | None) -> Rope | None:
             if rope is None or rope.scaling is None or rope.scaling.kind != "longrope":
                 return rope
-            return replace(
-                rope, scaling=replace(rope.scaling, long=tokens > rope.scaling.original_max_positions)
-            )
+            long = tokens > rope.scaling.original_max_positions
+            return replace(rope, scaling=replace(rope.scaling, long=long))
 
         return replace(self, ropes=tuple(map(chosen, self.ropes)))
 
@@ -192,10 +191,8 @@ class DecoderConfig(Architecture):
     @cached_property
     def states(self) -> tuple[Paged | Fixed | None, ...]:
         """The form of the state of each layer."""
-        return tuple(
-            None if kind.mixer is None else kind.mixer.state(self, layer)
-            for layer, kind in enumerate(self.kinds)
-        )
+        mixers = enumerate(kind.mixer for kind in self.kinds)
+        return tuple(None if mixer is None else mixer.state(self, layer) for layer, mixer in mixers)
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
@@ -385,11 +382,7 @@ PRESETS: dict[str, DecoderConfig] = {
 
 
 def preset(name: str) -> DecoderConfig:
-    """Returns the preset with the name `name`.
-
-    Raises:
-        ValueError: there is no such preset. The message suggests the most similar name.
-    """
+    """Returns the preset with the name `name`. Raises ValueError if there is no such preset. The message suggests the most similar name."""
     if name not in PRESETS:
         near = nearest(name, PRESETS, least=0.0)[0]
         raise ValueError(f"no model preset {name!r}; the nearest is {near!r} (all: {', '.join(PRESETS)})")

@@ -59,9 +59,8 @@ def rotary(
     rotated, wide = 2 * cos.shape[1], x.astype(jnp.float32)
     first, second = jnp.split(wide[:, :rotated], 2, axis=1)
     rest = [] if rotated == x.shape[1] else [wide[:, rotated:]]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=1).astype(
-        x.dtype
-    )
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=1)
+    return rotated.astype(x.dtype)
 
 
 def with_offset(config: Architecture, weight: Array) -> Array:

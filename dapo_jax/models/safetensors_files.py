@@ -50,10 +50,7 @@ class StoredTensor(NamedTuple):
 
     def read(self, cut: Cut) -> np.ndarray:
         """Returns the part `cut` of the tensor. From a bucket, only the needed rows are fetched, but with all their columns.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        Raises OSError if the file cannot be read."""
         kind = jnp.dtype(self.dtype)
         if not in_bucket(self.path) and math.prod(self.shape):
             # The mapping ends with this call. Otherwise, the pages that were read would stay in memory.
@@ -212,11 +209,7 @@ def write_tensors(folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str, max
 
 
 def read_json(path: AnyPath) -> dict[str, Any]:
-    """Returns the JSON object in `path`.
-
-    Raises:
-        ValueError: there is no such file, or it is not a JSON object.
-    """
+    """Returns the JSON object in `path`. Raises ValueError if there is no such file, or it is not a JSON object."""
     try:
         content = file_bytes(path)
     except OSError as error:
@@ -252,10 +245,7 @@ def check_dtype(dtype: str) -> None:
 
 def write_file(path: AnyPath, tensors: Sequence[Tensor], *, dtype: str) -> int:
     """Writes a safetensors file: the length of the header, the header as JSON, and the data of all tensors. Returns the size of this data in bytes.
-
-    Raises:
-        ValueError: `dtype` is not float32, float16 or bfloat16, or a tensor contains NaN or infinity.
-    """
+    Raises ValueError if `dtype` is not float32, float16 or bfloat16, or a tensor contains NaN or infinity."""
     check_dtype(dtype)
     offset = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

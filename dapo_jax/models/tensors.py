@@ -52,10 +52,7 @@ class TensorFile(Protocol):
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
         """Returns the part `cut` of a tensor, in the dtype stored in the file.
-
-        Raises:
-            ValueError: the tensor cannot be read. The message contains the path.
-        """
+        Raises ValueError if the tensor cannot be read. The message contains the path."""
         ...
 
 
@@ -328,9 +325,8 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
         if (order := tensors[stack].order(name, back=True)) is not None:
             found = found[:, order]
         parameter = tensors[stack].parameters[name]
-        return found.reshape(
-            _file_shape(replace(parameter, shape=found.shape, axes=parameter.axes[-found.ndim :]))
-        )
+        shape = _file_shape(replace(parameter, shape=found.shape, axes=parameter.axes[-found.ndim :]))
+        return found.reshape(shape)
 
     def joined(parts: list[str], axis: int, layer: int, *expert: int) -> np.ndarray:
         fetched = [fetch(name, layer, *expert) for name in parts]
@@ -393,10 +389,7 @@ def place_adapters(
     shardings: Callable[[nnx.State], PyTree] | None = None,
 ) -> nnx.State:
     """Loads adapters from `file` in float32. Because adapters are small, the layers of each adapter are stacked on the host.
-
-    Raises:
-        ValueError: a tensor is missing, is unexpected or has the wrong shape. The message names the tensor.
-    """
+    Raises ValueError if a tensor is missing, is unexpected or has the wrong shape. The message names the tensor."""
     shapes = parted(shapes_of(config))[0]
     pure, tensors = nnx.to_pure_dict(shapes), _tensors(config)
     text = replace(config, wrapped=False)  # files are read with the names of the text model
@@ -427,11 +420,8 @@ def _stored_dtype(parameter: Parameter, dtype: str) -> str:
 @functools.cache
 def _filler(sharding: Sharding | None) -> Callable[[Array, Array, np.int32], Array]:
     """Returns a program that writes one layer into a stack of layers, in place."""
-    return jax.jit(
-        lambda stack, part, layer: jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0),
-        donate_argnums=0,
-        out_shardings=sharding,
-    )
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 
 
 @functools.cache

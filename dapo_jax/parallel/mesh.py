@@ -23,6 +23,11 @@ BATCH_AXES = ("data", "fsdp")
 """Mesh axes over which batch rows and sampler slots are sharded."""
 
 
+def batch_shards(sizes: Mapping[str, int]) -> int:
+    """Returns the number of shards into which a mesh with these axis sizes splits rows or slots."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
+
+
 @dataclass(frozen=True)
 class Absent:
     """Placeholder for a device that this machine does not have. Shapes can be placed on it, but programs cannot be compiled for it."""

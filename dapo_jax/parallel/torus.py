@@ -22,11 +22,8 @@ _DIGIT = tuple[int, int, int]
 def along_links(devices: Sequence[Any], shape: Sequence[int]) -> list[Any]:
     """Returns the devices of a TPU slice in the order with the fewest links between neighbours along the axes of a mesh.
 
-    The given order is kept if no other order is better, or if the processes' blocks are not boxes of equal shape that together fill a larger box.
-
-    Args:
-        devices: all devices of the slice, process by process.
-        shape: the sizes of the mesh axes `data`, `fsdp`, `tensor` and `context`.
+    `devices` are given process by process, and `shape` has the sizes of the mesh axes `data`, `fsdp`, `tensor` and `context`. The given order is kept if no other order is
+    better, or if the processes' blocks are not boxes of equal shape that together fill a larger box.
     """
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     grid = _grid_of(places, np.array([device.process_index for device in devices]))

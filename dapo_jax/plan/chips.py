@@ -33,7 +33,7 @@ class Chip:
     links: str = "ICI"
     """The name of the links between the devices of a slice or a machine."""
     hbm_gib: float
-    device_flops: float
+    peak_flops: float
     """Peak rate of bfloat16 matrix products, in operations per second."""
     device_hbm_bytes_s: float
     """Memory bandwidth of one device, in bytes per second."""
@@ -81,7 +81,7 @@ def _gpu(
         target=target,
         links="NVLink" if link_gb_s > 64 else "PCIe",
         hbm_gib=MEMORY_FRACTION * gib,
-        device_flops=tflops * 1e12,
+        peak_flops=tflops * 1e12,
         device_hbm_bytes_s=gb_s * 1e9,
         device_ici_bytes_s=link_gb_s * 1e9,
     )
@@ -92,19 +92,19 @@ CHIPS: dict[str, Chip] = {
     for chip in (
         # Per chip: 275 TFLOP/s, 32 GB, 1228 GB/s; 6 links of 50 GB/s in each direction. libtpu describes the two cores
         # of a chip as separate devices, but on a v4 host, they are one device with twice the memory.
-        Chip(name="v4", aliases=("v4",), counts_cores=True, axes=3, hbm_gib=15.25, device_flops=275e12 / 2,
+        Chip(name="v4", aliases=("v4",), counts_cores=True, axes=3, hbm_gib=15.25, peak_flops=275e12 / 2,
              device_hbm_bytes_s=1228e9 / 2, device_ici_bytes_s=300e9 / 2),
         # Per chip: 197 TFLOP/s, 16 GB, 819 GB/s (800 GiB/s on some pages); links 400 GB/s in both directions together.
-        Chip(name="v5e", aliases=("v5litepod", "v5e"), counts_cores=False, axes=2, hbm_gib=15.75, device_flops=197e12,
+        Chip(name="v5e", aliases=("v5litepod", "v5e"), counts_cores=False, axes=2, hbm_gib=15.75, peak_flops=197e12,
              device_hbm_bytes_s=819e9, device_ici_bytes_s=200e9),
         # Per chip: 459 TFLOP/s, 95 GiB, 2765 GB/s; links 1200 GB/s in both directions together.
-        Chip(name="v5p", aliases=("v5p",), counts_cores=True, axes=3, hbm_gib=95.74, device_flops=459e12,
+        Chip(name="v5p", aliases=("v5p",), counts_cores=True, axes=3, hbm_gib=95.74, peak_flops=459e12,
              device_hbm_bytes_s=2765e9, device_ici_bytes_s=600e9),
         # Per chip: 918 TFLOP/s, 32 GB, 1638 GB/s; links 800 GB/s in both directions together.
-        Chip(name="v6e", aliases=("v6e",), counts_cores=False, axes=2, hbm_gib=31.25, device_flops=918e12,
+        Chip(name="v6e", aliases=("v6e",), counts_cores=False, axes=2, hbm_gib=31.25, peak_flops=918e12,
              device_hbm_bytes_s=1638e9, device_ici_bytes_s=400e9),
         # Per chip of two devices: 2307 TFLOP/s, 192 GiB, 7380 GB/s; links 1200 GB/s in both directions together.
-        Chip(name="tpu7x", aliases=(), counts_cores=True, axes=3, hbm_gib=94.75, device_flops=2307e12 / 2,
+        Chip(name="tpu7x", aliases=(), counts_cores=True, axes=3, hbm_gib=94.75, peak_flops=2307e12 / 2,
              device_hbm_bytes_s=7380e9 / 2, device_ici_bytes_s=600e9 / 2),
         # NVLink, both directions together: 900 GB/s (H100, H200), 600 GB/s (A100), 1800 GB/s (B200). The last two GPUs use PCIe Gen5 x16 and Gen4 x16.
         _gpu("h100", "NVIDIA H100 80GB HBM3", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=79.1,

@@ -129,7 +129,7 @@ def show_verdict(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
     totals |= {phase.program: phase.total for phase in plan.phases}
     failed = sorted(plan.failures, key=lambda name: -totals[name])
     blocks: dict[str, list[ResidentPart]] = {}
-    for name in (name for name in failed if "memory space smem" not in refusals[name]):
+    for name in failed:
         for held in held_in(plan, name):
             own = held.part.endswith(f" {name}")  # added by it, or all of it
             blocks.setdefault("arrays of a program itself" if own else held.part, []).append(held)
@@ -139,11 +139,6 @@ def show_verdict(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
         ways = {way.change.partition("=")[0]: way for held in reversed(parts) for way in held.ways}
         for way in ways.values():
             console.print(f"    {way.change}" + f" frees {size(way.frees)}" * bool(way.frees))
-    if scalars := [name for name in failed if "memory space smem" in refusals[name]]:
-        console.print(
-            f"scalar memory of a core (SMEM): too small for all page tables (programs: {len(scalars)})"
-        )
-        console.print("    set fewer sampling.slots, or larger sampling.page_tokens")
     refusal = next(filter(None, (refusals[name] for name in failed)), "")
     for line in refusal.splitlines()[:_LINES]:
         console.print(f"  {line}", markup=False)

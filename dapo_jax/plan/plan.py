@@ -9,18 +9,18 @@ import jax
 from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice
+from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice, batch_shards
 from dapo_jax.plan.compiled import Program, ProgramMemory, compile_program
 from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.topologies import Topology, devices_of, present_bytes
-from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, batch_shards, workload_of
+from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, workload_of
 from dapo_jax.run.disk_space import STATE_BYTES, gib
 from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.run.sources import with_adapters
-from dapo_jax.sampling.page_tables import PageSizes
+from dapo_jax.sampling.cache_sizes import PageSizes
 
 HOST_DEVICES = 4
 """Assumed number of devices per host if the devices are absent, as on a TPU VM. Absent GPU machines are assumed to have as many GPUs as this machine."""
@@ -85,7 +85,7 @@ class Plan:
         pages, spread, slots = self.pages, batch_shards(self.sizes.sampler), self.config.sampling.slots
         left, slots = self.limit - max(sampling) + pages.bytes(self.token_bytes) // spread, slots // spread
         held = pages.held(self.work.context)
-        response = pages.held_bytes(held, self.token_bytes)
+        response = pages.response_cache_bytes(held, self.token_bytes)
         if left > slots * response:
             logits = logits_bytes(self.decoder, 1) + self.decoder.state_bytes // self.sizes.sampler["tensor"]
             responses = (left + slots * logits) / (response + logits)
@@ -107,7 +107,7 @@ class Plan:
     def response_bytes(self) -> int:
         """Bytes of the KV cache of one response of the maximum length, on all of its devices. A layer keeps only the pages of the tokens to which it attends."""
         tokens = self.pages.table_pages * self.pages.page_tokens
-        return int(self.pages.held_bytes(tokens, self.token_bytes)) * self.sizes.sampler["tensor"]
+        return int(self.pages.response_cache_bytes(tokens, self.token_bytes)) * self.sizes.sampler["tensor"]
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -128,7 +128,7 @@ class Plan:
     def mfu_bound(self) -> float:
         """Maximum model FLOPs utilisation: useful operations of a step, divided by the peak operations in its minimum time."""
         useful, there = sum(bound.work.useful_flops for bound in self.bounds), self.topology
-        return useful / (self.step_s * there.chip.device_flops) if there and self.step_s else 0.0
+        return useful / (self.step_s * there.chip.peak_flops) if there and self.step_s else 0.0
 
 
 def plan(

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Lowered
@@ -19,7 +20,7 @@ from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import AnyDevice, Meshes
 from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.memory import Resident
-from dapo_jax.plan.roofline import item, prefill_shape_of
+from dapo_jax.plan.roofline import prefill_shape_of
 from dapo_jax.plan.workload import MeshSizes, Workload
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.build import rollout_sampler
@@ -128,7 +129,7 @@ class Programs:
         features = sum(
             state.arrays * -(-state.kv_heads // tensor) * state.head_dim for state in decoder.paged
         )
-        cached = features * item(self._dtype)
+        cached = features * jnp.dtype(self._dtype).itemsize
         return Resident(
             state=params + moments,
             moments=moments,
@@ -148,7 +149,7 @@ class Programs:
             reread=reread,
             waiting=reread if prefill.longest > width else 0,
             decode_state=bytes_on_device(engine.state_structs, sizes.sampler),
-            paused=bytes_on_device(engine.paused_structs, sizes.sampler),
+            paused=bytes_on_device(engine.parked_structs, sizes.sampler),
         )
 
     @property

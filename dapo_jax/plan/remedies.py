@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
+
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.plan.compiled import needed_bytes
 from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.memory import together
 from dapo_jax.plan.plan import Plan, plan
-from dapo_jax.plan.roofline import item
 from dapo_jax.plan.topologies import Topology, devices_of
 from dapo_jax.plan.workload import Assumptions
 
@@ -147,7 +148,7 @@ def _smaller_cache(plan: Plan, held: int, over: int) -> Iterator[Way]:
     if not config.cache_dtype:
         # In int8, each number occupies one byte, and each head of a token has a scale of 4 bytes.
         head_dim = plan.decoder.paged[0].head_dim
-        share = 1 - (head_dim + 4) / (item(plan.config.model.compute_dtype) * head_dim)
+        share = 1 - (head_dim + 4) / (jnp.dtype(plan.config.model.compute_dtype).itemsize * head_dim)
         frees = int(cache * share)
         yield Way(f"sampling.cache_dtype=int8{_correction(plan.config)}", frees)
 
@@ -160,7 +161,7 @@ def _smaller_weights(plan: Plan, held: int) -> Iterator[Way]:
         yield _way({"parallel.sampler_tensor": wider[-1]}, f" (now {tensor})", frees=frees)
     if not plan.config.sampling.weight_dtype:
         change = f"sampling.weight_dtype=int8{_correction(plan.config)}"
-        yield Way(change, held - held // item(plan.config.model.compute_dtype))
+        yield Way(change, held - held // jnp.dtype(plan.config.model.compute_dtype).itemsize)
     if not wider and plan.sizes.samplers > 1 and heads % (2 * tensor) == 0:
         hosts = 2 * plan.config.parallel.sampler_hosts
         change = f"parallel.sampler_hosts={hosts} parallel.sampler_tensor={2 * tensor} (one sampler on {hosts} hosts)"

@@ -7,16 +7,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
+
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.parallel.mesh import batch_shards
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.topologies import Topology
-from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
+from dapo_jax.plan.workload import MeshSizes, Workload
 from dapo_jax.run.sampler_setup import rollout_spec
 from dapo_jax.run.teacher_setup import teacher_of
 from dapo_jax.run.updater_setup import has_reference, objective_of
-from dapo_jax.sampling.page_tables import PageSizes
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.prefill import program_suffix
 from dapo_jax.sampling.prompt_packing import PrefillShape
 
@@ -58,7 +61,7 @@ def bound(work: Work, topology: Topology) -> Bound:
     """Returns the minimum time of a phase: its `work`, divided by the peak rates of the topology's devices."""
     chip = topology.chip
     times = {
-        "compute": work.flops / chip.device_flops,
+        "compute": work.flops / chip.peak_flops,
         "hbm": work.hbm_bytes / chip.device_hbm_bytes_s,
         "ici": work.ici_bytes / chip.device_ici_bytes_s,
         "network": work.network_bytes / topology.network_bytes_s,
@@ -180,16 +183,12 @@ def _pairs(tokens: int | float, most: int | float) -> float:
 
 def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig, tensor: int = 1) -> int:
     """Returns the size in bytes of one token's keys and values across all layers with pages, with the scales of an int8 cache, on one of `tensor` devices."""
-    size, scale = (1, 4) if config.sampling.cache_dtype else (item(config.model.compute_dtype), 0)
+    dtype = config.model.compute_dtype
+    size, scale = (1, 4) if config.sampling.cache_dtype else (jnp.dtype(dtype).itemsize, 0)
     return sum(
         state.arrays * -(-state.kv_heads // tensor) * (state.head_dim * size + scale)
         for state in decoder.paged
     )
-
-
-def item(dtype: str) -> int:
-    """Returns the size in bytes of one number of a compute dtype."""
-    return 2 if dtype == "bfloat16" else 4
 
 
 def decode_weight_parameters(decoder: DecoderConfig, tokens: int | float = 1) -> int | float:
@@ -203,7 +202,7 @@ def _unembedding_parameters(decoder: DecoderConfig) -> int:
 
 def _sampler_bytes(parameters: int | float, config: TrainConfig, sizes: MeshSizes) -> float:
     """Returns the size in bytes, on each device, of `parameters` sampler weights, without the small scales of int8 weights."""
-    each = 1 if config.sampling.weight_dtype else item(config.model.compute_dtype)
+    each = 1 if config.sampling.weight_dtype else jnp.dtype(config.model.compute_dtype).itemsize
     return parameters * each / sizes.sampler["tensor"]
 
 
@@ -288,7 +287,7 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
         # Each pass over a microbatch reads the gathered weights in the compute dtype. They remain sharded over the tensor axis.
         used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))
         used += 0 if decoder.lora is None else decoder.trained_parameters
-        return own, one, item(config.model.compute_dtype) * used / sizes.train["tensor"]
+        return own, one, jnp.dtype(config.model.compute_dtype).itemsize * used / sizes.train["tensor"]
 
     own, one, weights = forward(decoder)
     # The backward pass has two matrix products for each one in the forward pass. Full rematerialisation repeats the forward pass.

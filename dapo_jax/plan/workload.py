@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapo_jax.config import ConfigError, TrainConfig
-from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.training.minibatch import stack_capacity
 
 
@@ -26,11 +25,6 @@ class MeshSizes:
     def sampler_devices(self) -> int:
         """Number of devices of one sampler."""
         return math.prod(self.sampler.values())
-
-
-def batch_shards(sizes: Mapping[str, int]) -> int:
-    """Returns the number of shards into which a mesh with these axis sizes splits rows or slots."""
-    return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Defines the panels of the page and of the PNGs, and selects the panels and series for which runs have metrics."""
+"""Defines the panels of the page and of the PNGs, and selects the panels and series for which runs have metrics. The chart of a panel is in `assets/chart.js`."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence

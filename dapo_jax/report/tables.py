@@ -9,7 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.config.loading import algorithm_of, leaf_values
+from dapo_jax.config.algorithms import algorithm_name
+from dapo_jax.config.loading import leaf_values
 from dapo_jax.report.runs import RunFiles
 
 Column = list[float | int | None]
@@ -84,11 +85,10 @@ def comparable(tables: Sequence[Table]) -> list[Table]:
 
 
 def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Returns every configuration key with its default and each run's value, as text.
+    """Returns {key, default, values, departs, differs} for each configuration key in the order of the schema.
 
-    Returns:
-        {key, default, values, departs, differs} for each key in the order of the schema. `values` contains None for a run
-        without config.yaml. `departs` is true if any run differs from the default, and `differs` if the runs differ.
+    `default` and the runs' `values` are texts, or None for a run without config.yaml. `departs` is true if any run differs from the default, and `differs` if the
+    runs differ.
     """
     default = leaf_values(TrainConfig(run_dir="RUN"))
     leaves = [None if run.config is None else leaf_values(run.config) for run in runs]
@@ -111,7 +111,7 @@ def about(run: RunFiles) -> dict[str, str]:
     """Returns the algorithm and the seed of a run, and the command line, the machine and the versions of its last process."""
     if run.config is None:
         return dict(run.status.process)
-    return {"algorithm": algorithm_of(run.config), "seed": str(run.config.seed), **run.status.process}
+    return {"algorithm": algorithm_name(run.config), "seed": str(run.config.seed), **run.status.process}
 
 
 def _shown(value: Any) -> str:

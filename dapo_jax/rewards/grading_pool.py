@@ -86,7 +86,7 @@ class GradingPool:
             while True:
                 gives_up = retries or worker.answered == 0
                 try:
-                    return self._answer(worker, call)
+                    return self._answer_in_time(worker, call)
                 except EndedError as death:
                     self._count_death(call, str(death), counts=not retries, gives_up=gives_up)
                     if gives_up:
@@ -95,7 +95,7 @@ class GradingPool:
         finally:
             self._idle.put(worker if worker.ended is None else self._start())
 
-    def _answer(self, worker: Worker, call: Sequence[Sample]) -> list[Verdict]:
+    def _answer_in_time(self, worker: Worker, call: Sequence[Sample]) -> list[Verdict]:
         """Returns a worker's verdicts for one call, which are lost if the call exceeds a limit. Raises EndedError if the worker dies."""
         try:
             worker.ready.result()

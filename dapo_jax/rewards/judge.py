@@ -65,7 +65,7 @@ class Judge:
             self._key = os.environ.get(config.api_key_env, "").strip()
             _check(config, self._key)
             if config.cache:
-                self._of_cache("create table if not exists replies (request text primary key, reply text)")
+                self._query_cache("create table if not exists replies (request text primary key, reply text)")
         self.__qualname__ = f"judge:{Path(path).stem}"  # the name in messages and metrics
         self.counts = Counter(calls=0, cache_hits=0, tokens=0)
         """Number of requests that were sent, of replies from the cache, and of tokens according to the server."""
@@ -94,20 +94,20 @@ class Judge:
             return await self._asked(body)
         request = hashlib.sha256(f"{self.config.url}\n".encode() + body).hexdigest()
         if is_new := request not in self._waiting:
-            self._waiting[request] = asyncio.ensure_future(self._cached(request, body))
+            self._waiting[request] = asyncio.ensure_future(self._cached_reply(request, body))
             self._waiting[request].add_done_callback(lambda _: self._waiting.pop(request))
         # If this call is cancelled, others get the reply.
         reply = await asyncio.shield(self._waiting[request])
         self.counts["cache_hits"] += not is_new
         return reply
 
-    async def _cached(self, request: str, body: bytes) -> str:
-        if rows := await asyncio.to_thread(self._of_cache, _FIND, request):
+    async def _cached_reply(self, request: str, body: bytes) -> str:
+        if rows := await asyncio.to_thread(self._query_cache, _FIND, request):
             self.counts["cache_hits"] += 1
             return rows[0][0]
         reply = await self._asked(body)
         self._score(reply)
-        await asyncio.to_thread(self._of_cache, _KEEP, request, reply)
+        await asyncio.to_thread(self._query_cache, _KEEP, request, reply)
         return reply
 
     def _score(self, reply: str) -> float:
@@ -161,7 +161,7 @@ class Judge:
                 raise IncompleteRead(content, answer.length)  # `read` does not raise it if it has a limit
             return answer.status, content
 
-    def _of_cache(self, query: str, *values: str) -> list[tuple[str]]:
+    def _query_cache(self, query: str, *values: str) -> list[tuple[str]]:
         """Runs a query. If it fails, warns, because a reply counts even on a full disk, or raises ConfigError if the cache cannot be created."""
         path = Path(self.config.cache).expanduser()
         try:

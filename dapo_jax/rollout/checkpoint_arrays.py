@@ -44,20 +44,19 @@ _FLIGHT = "flight_"
 def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None, texts: int = 0) -> Arrays:
     """Flattens groups to arrays. Without groups, returns an empty dict.
 
-    Args:
-        groups: the groups to flatten.
-        whole: whether each group keeps its tokens, log-probabilities, texts and reasons; other groups are stored in brief. If None, all groups keep them.
-        texts: number of responses in each brief group that keep their texts and reasons.
+    Groups for which `whole` is True (None: all groups) keep their tokens, log-probabilities, texts and reasons. In each brief group, the first `texts` responses keep
+    their texts and reasons.
     """
     if not groups:
         return {}
-    records, kept = [], list[Response]()
-    for place, group in enumerate(groups):
-        full = whole is None or whole[place]
-        rollouts = [_rollout_record(one, full or index < texts) for index, one in enumerate(group.rollouts)]
-        records.append([group.prompt.ordinal, full, rollouts])
-        kept += [rollout.response for rollout in group.rollouts if full]
-    return {"records": _as_bytes(records), **_joined(kept)}
+    records, responses = [], list[Response]()
+    for index, group in enumerate(groups):
+        full = whole is None or whole[index]
+        rollouts = enumerate(group.rollouts)
+        records_of_group = [_rollout_record(rollout, full or number < texts) for number, rollout in rollouts]
+        records.append([group.prompt.ordinal, full, records_of_group])
+        responses += [rollout.response for rollout in group.rollouts if full]
+    return {"records": _as_bytes(records), **_joined(responses)}
 
 
 def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Group]:
@@ -65,7 +64,7 @@ def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Gro
     ValueError if the records are damaged."""
     if "records" not in arrays:
         return []
-    take, groups = _Parts(arrays), list[Group]()
+    take, groups = _ResponseReader(arrays), list[Group]()
     for ordinal, full, records in json.loads(arrays["records"].tobytes()):
         rollouts = tuple(_rollout(record, take if full else _zeros) for record in records)
         groups.append(Group(prompt=prompt_at(ordinal), rollouts=rollouts))
@@ -76,8 +75,11 @@ def flight_arrays(in_flight: InFlight | None) -> Arrays:
     """Flattens responses in flight to arrays. Without responses in flight, returns an empty dict."""
     if in_flight is None:
         return {}
-    requests = [in_flight.responses[one] for one in in_flight.clock.started()]
-    responses = [[*_record(one), one.begun, one.reasons, one.due, asdict(one.standing)] for one in requests]
+    requests = [in_flight.responses[response] for response in in_flight.clock.started()]
+    responses = [
+        [*_response_record(request), request.begun, request.reasons, request.due, asdict(request.standing)]
+        for request in requests
+    ]
     records = {"clock": in_flight.clock.state(), "responses": responses}
     arrays = {"records": _as_bytes(records), **_joined(requests)}
     return {f"{_FLIGHT}{name}": array for name, array in arrays.items()}
@@ -89,24 +91,25 @@ def flight_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> InFlight
     arrays = {name.removeprefix(_FLIGHT): arrays[name] for name in arrays if name.startswith(_FLIGHT)}
     if not arrays:
         return None
-    records, take = json.loads(arrays["records"].tobytes()), _Parts(arrays)
+    records, take = json.loads(arrays["records"].tobytes()), _ResponseReader(arrays)
     clock, responses = VirtualClock.restored(records["clock"]), {}
-    for one, record in zip(clock.started(), records["responses"], strict=True):
-        *kept, begun, reasons, due, standing = record
-        own = {"begun": begun, "reasons": tuple(reasons), "due": due, "standing": Standing.of(standing)}
-        responses[one] = Request(prompt_at(one.ordinal), one.index, 0, **own, **_part(kept, take))
+    for response, record_of_request in zip(clock.started(), records["responses"], strict=True):
+        *record, begun, reasons, due, standing = record_of_request
+        episode = {"begun": begun, "reasons": tuple(reasons), "due": due, "standing": Standing.of(standing)}
+        values = _response_fields(record, take)
+        responses[response] = Request(prompt_at(response.ordinal), response.index, 0, **episode, **values)
     return InFlight(clock=clock, responses=responses)
 
 
 def drawn_arrays(drawn: Sequence[Drawn]) -> Arrays:
     """Flattens the new tokens of a round to arrays with 12 bytes per response and `bytes_per_token` per token."""
-    heads = [(len(part.record), part.new, FINISH_REASONS.index(part.finish_reason)) for part in drawn]
+    heads = [(len(new.record), new.new, FINISH_REASONS.index(new.finish_reason)) for new in drawn]
     return {"heads": np.array(heads, np.int32).reshape(-1, 3), **_joined(drawn)}
 
 
 def drawn_of(arrays: Mapping[str, np.ndarray]) -> list[Drawn]:
     """Rebuilds the new tokens that `drawn_arrays` flattened."""
-    take, heads = _Parts(arrays), arrays["heads"].tolist()
+    take, heads = _ResponseReader(arrays), arrays["heads"].tolist()
     return [
         Drawn(new=new, finish_reason=FINISH_REASONS[reason], **take(count)) for count, new, reason in heads
     ]
@@ -120,16 +123,16 @@ _NOTHING, _SAME = -1, -2
 """Marks in place of a number of records: there is no record, or it is the last prompt's record. Responses to a prompt mostly share its record."""
 
 
-def _joined(parts: Sequence[Response | Request | Drawn]) -> Arrays:
+def _joined(responses: Sequence[Response | Request | Drawn]) -> Arrays:
     """Concatenates the values of all tokens. Prompts have values that the model computed, so `counts` has the number of records of each prompt and response."""
     counts, records, last = [], list[Mapping[str, np.ndarray]](), dict[str, np.ndarray]()
-    for part in parts:
-        prompt, own = part.prompt_values, part.record.processed
+    for response in responses:
+        prompt, processed = response.prompt_values, response.record.processed
         same = bool(prompt) and all(np.array_equal(array, last.get(n, ())) for n, array in prompt.items())
-        counts.append([_SAME if same else _count(prompt), _count(own)])
-        records += [values for values in ({} if same else prompt, own) if values]
+        counts.append([_SAME if same else _count(prompt), _count(processed)])
+        records += [values for values in ({} if same else prompt, processed) if values]
         last = {**last, **prompt}
-    arrays = join([part.record.sampled for part in parts]).arrays
+    arrays = join([response.record.sampled for response in responses]).arrays
     if records:
         arrays |= {name: np.concatenate([values[name] for values in records]) for name in records[0]}
         arrays["counts"] = np.array(counts, np.int32)
@@ -140,7 +143,7 @@ def _count(values: Mapping[str, np.ndarray]) -> int:
     return len(next(iter(values.values()))) if values else _NOTHING
 
 
-class _Parts:
+class _ResponseReader:
     """Splits arrays from `_joined` into responses, one response per call."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -155,9 +158,9 @@ class _Parts:
         record = self._tokens.cut(first, self._first)
         if not self._processed:
             return {"record": record}
-        prompt, own = (self._values(count) for count in next(self._counts).tolist())
+        prompt, response = (self._values(count) for count in next(self._counts).tolist())
         self._prompt = prompt or self._prompt
-        record.fill(0, own)
+        record.fill(0, response)
         return {"record": record, "prompt_values": prompt}
 
     def _values(self, count: int) -> dict[str, np.ndarray]:
@@ -171,12 +174,12 @@ def _zeros(count: int) -> dict[str, Any]:
     return {"record": Tokens(np.broadcast_to(np.int32(0), count))}
 
 
-def _record(part: Response | Request) -> list[Any]:
-    reason = FINISH_REASONS.index(part.finish_reason)
-    return [len(part.record), reason, part.spans, part.turns, part.contexts]
+def _response_record(response: Response | Request) -> list[Any]:
+    reason = FINISH_REASONS.index(response.finish_reason)
+    return [len(response.record), reason, response.spans, response.turns, response.contexts]
 
 
-def _part(record: Sequence[Any], take: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
+def _response_fields(record: Sequence[Any], take: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the fields of a response or request from its `_record`."""
     length, reason, spans, turns, contexts = record
     return {
@@ -191,7 +194,7 @@ def _part(record: Sequence[Any], take: Callable[[int], Mapping[str, Any]]) -> di
 def _rollout_record(rollout: Rollout, with_text: bool) -> list[Any]:
     verdict = rollout.verdict if with_text else replace(rollout.verdict, reason="")
     return [
-        *_record(rollout.response),
+        *_response_record(rollout.response),
         rollout.text if with_text else "",
         rollout.reward,
         rollout.overlong_penalty,
@@ -200,9 +203,9 @@ def _rollout_record(rollout: Rollout, with_text: bool) -> list[Any]:
 
 
 def _rollout(record: Sequence[Any], take: Callable[[int], Mapping[str, Any]]) -> Rollout:
-    *kept, text, reward, penalty, verdict = record
+    *of_response, text, reward, penalty, verdict = record
     return Rollout(
-        response=Response(**_part(kept, take)),
+        response=Response(**_response_fields(of_response, take)),
         text=text,
         verdict=Verdict(**dict(zip(_VERDICT, verdict, strict=True))),
         reward=reward,

@@ -84,16 +84,13 @@ class Collector:
         """Returns the collector for the step after `position`. `options` are values for other fields."""
         ready = {group.prompt.ordinal: group for group in position.carry}
         if (before := position.in_flight) is not None:
-            responses = {one: request.rest() for one, request in before.responses.items()}
+            responses = {response: request.rest() for response, request in before.responses.items()}
             for request in responses.values():
                 request.version = before.clock.version
             return cls(clock=deepcopy(before.clock), ready=ready, responses=responses, **options)
-        clock = VirtualClock(
-            sizes,
-            version=position.step,
-            following=ResponseId(position.cursor, 0),
-            ready={ordinal: group.oldest for ordinal, group in ready.items()},
-        )
+        oldest = {ordinal: group.oldest for ordinal, group in ready.items()}
+        first = ResponseId(position.cursor, 0)
+        clock = VirtualClock(sizes, version=position.step, following=first, ready=oldest)
         return cls(clock=clock, ready=ready, **options)
 
     @property
@@ -138,62 +135,62 @@ class Collector:
             return started
         started = self.clock.start()
         assert self.prompt_at is not None
-        for one in started:
-            prompt = self.prompt_of(one.ordinal) if one.index else self.prompt_at(one.ordinal)
-            request = Request(prompt, one.index, 0, version=self.clock.version)
-            if one.index:
-                request.prompt_values = self.responses[ResponseId(one.ordinal, 0)].prompt_values
+        for response in started:
+            prompt = self.prompt_of(response.ordinal) if response.index else self.prompt_at(response.ordinal)
+            request = Request(prompt, response.index, 0, version=self.clock.version)
+            if response.index:
+                request.prompt_values = self.responses[ResponseId(response.ordinal, 0)].prompt_values
             if self.limits is not None:
                 request.due = self._now + self.clock.sizes.answer_rounds
-            self.responses[one] = request
+            self.responses[response] = request
         return started
 
-    def draws(self, one: ResponseId) -> bool:
+    def draws(self, response: ResponseId) -> bool:
         """Returns whether a response in flight samples in the next round. It does not sample while it waits for its environment, or once it has ended, for example
         because the episode was lost."""
-        return self.responses[one].finish_reason is None and not self.responses[one].waits
+        return self.responses[response].finish_reason is None and not self.responses[response].waits
 
     def take(self, drawn: Mapping[ResponseId, Drawn], here: Collection[ResponseId]) -> None:
         """Adds the new tokens of a round. The responses in `here` were sampled by this process and already have their tokens."""
         self.rounds += 1
         self._taken = True
-        for one, part in drawn.items():
-            request = self.responses[one]
-            self.drawn_tokens += part.new
-            if one not in here:
-                known = len(part.record) - part.new
-                request.record.fill(request.drawn - known, part.record.cut(0, known).processed)
-                request.append(part.record.cut(known))
-                request.prompt_values = request.prompt_values or part.prompt_values
-            if part.finish_reason is None:
+        for response, sampled in drawn.items():
+            request = self.responses[response]
+            self.drawn_tokens += sampled.new
+            if response not in here:
+                known = len(sampled.record) - sampled.new
+                request.record.fill(request.drawn - known, sampled.record.cut(0, known).processed)
+                request.append(sampled.record.cut(known))
+                request.prompt_values = request.prompt_values or sampled.prompt_values
+            if sampled.finish_reason is None:
                 continue
             if self.limits is None:
-                request.finish_reason = part.finish_reason
-                self._ended.append(one)
+                request.finish_reason = sampled.finish_reason
+                self._ended.append(response)
             else:
-                request.end_turn(part.finish_reason)
+                request.end_turn(sampled.finish_reason)
                 request.due = self._now + self.clock.sizes.answer_rounds
 
     def answers_due(self) -> list[ResponseId]:
         """Returns the episodes to which an environment's answer must be applied now, in order."""
-        due = ((one, self.responses[one].due) for one in self.clock.in_flight())
-        return [one for one, at in due if at is not None and at <= self._now]
+        due = ((response, self.responses[response].due) for response in self.clock.in_flight())
+        return [response for response, at in due if at is not None and at <= self._now]
 
-    def answer(self, one: ResponseId, before: Continuation | None, standing: Standing) -> None:
+    def answer(self, response: ResponseId, before: Continuation | None, standing: Standing) -> None:
         """Applies an environment's answer: the next turn begins after the tokens `before`, or the episode ends. `standing` contains the rewards so far."""
-        request = self.responses[one]
+        request = self.responses[response]
         assert self.limits is not None
         request.standing = standing
         request.take_answer(before, self.limits)
         if request.finish_reason is not None:
-            self._ended.append(one)
+            self._ended.append(response)
 
     def end_round(self) -> tuple[list[ResponseId], list[int], list[int]]:
         """Ends a round, after `take`. Returns the responses that ended, and the ordinals of two kinds of groups: those that are now complete and can be graded,
         and those whose verdicts are due."""
         ended, self._ended, self._taken = self._ended, [], False
         due = self.clock.end_round(ended)
-        return ended, self.clock.whole(one.ordinal for one in ended), due
+        return ended, self.clock.whole(response.ordinal for response in ended), due
 
     @property
     def _now(self) -> int:
@@ -258,5 +255,5 @@ class Collector:
         """Returns the rollouts in flight after `finish`, or None in waves. The collector must not be used afterwards."""
         if self.clock.sizes.waves:
             return None
-        left = {one: request.rest() for one, request in self.responses.items()}
+        left = {response: request.rest() for response, request in self.responses.items()}
         return InFlight(clock=self.clock, responses=left)

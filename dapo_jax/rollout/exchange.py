@@ -183,22 +183,18 @@ class Exchange:
             graded.append(replace(group, rollouts=rollouts))
         return graded
 
-    def round(self, asked: list[list[ResponseId]], sampled: Sequence[Drawn]) -> dict[ResponseId, Drawn]:
-        """Exchanges the tokens of a round. Returns the new tokens of every response in flight.
+    def round(self, assigned: list[list[ResponseId]], sampled: Sequence[Drawn]) -> dict[ResponseId, Drawn]:
+        """Exchanges the tokens of a round. Returns the new tokens of every response in flight, and raises the same errors as `groups`.
 
-        Args:
-            asked: for each sampler, the responses that it samples in this round, in order.
-            sampled: the new tokens that this process sampled, one array per response, in order.
-
-        Raises the same errors as `groups`.
+        `assigned` has the responses that each sampler samples in this round, and `sampled` the new tokens of this process's responses in the same order.
         """
         if self.alone:
-            return dict(zip(asked[0], sampled, strict=True))
+            return dict(zip(assigned[0], sampled, strict=True))
         sent = drawn_arrays(sampled if self.grades else ())
         head, drawn = {"sampler": self.index if self.grades else None}, dict[ResponseId, Drawn]()
         for message, arrays in self._exchanged(head, sent, self._buffer_bytes):
             if (sampler := message["sampler"]) is not None:
-                drawn.update(zip(asked[sampler], drawn_of(arrays), strict=True))
+                drawn.update(zip(assigned[sampler], drawn_of(arrays), strict=True))
         return drawn
 
     def answers(self, answers: Mapping[ResponseId, Answered]) -> dict[ResponseId, Answered]:

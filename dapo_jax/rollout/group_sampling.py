@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 
 from jaxtyping import PyTree
@@ -135,23 +136,18 @@ class GroupSampling:
         Raises:
             StoppedError: the run was asked to stop. Raised in every process.
         """
-        weights, found = self.transfer(params), dict[str, list[Group]]()
+        weights, evaluated = self.transfer(params), dict[str, list[Group]]()
+        grade = partial(self._exchange.graded, grade=self._evaluating.groups)
         with nullcontext() if self._episodes is None else self._episodes.kept_separate():
             for name, prompts in self._held_out.items():
-                groups = self._sampler.evaluate(
-                    weights,
-                    [prompt for prompt in prompts if self._exchange.takes(prompt.ordinal)],
-                    lambda sampled: self._exchange.graded(sampled, self._evaluating.groups),
-                    self._config.eval,
-                    name=name,
-                    step=step,
-                    environments=self._episodes,
-                )
+                assigned = [prompt for prompt in prompts if self._exchange.takes(prompt.ordinal)]
+                evaluate = partial(self._sampler.evaluate, name=name, step=step, environments=self._episodes)
+                groups = evaluate(weights, assigned, grade, self._config.eval)
                 by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
                 texts = max(responses_kept(len(prompts)), default=0)
                 self._stop.check() if self._exchange.alone else None
-                found[name] = self._exchange.groups(groups, by_ordinal.__getitem__, texts=texts)
-        return found
+                evaluated[name] = self._exchange.groups(groups, by_ordinal.__getitem__, texts=texts)
+        return evaluated
 
     def _waves(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
         alone, begin, phases = self._exchange.alone, collector.cursor, self._exchange.phases
@@ -159,12 +155,11 @@ class GroupSampling:
         def certain() -> list[int]:
             """Starts all waves that are certain to be needed. Returns the ordinals of their prompts."""
             started = chain.from_iterable(iter(collector.start, []))
-            return [one.ordinal for one in started if one.index == 0]
+            return [response.ordinal for response in started if response.index == 0]
 
         def whole(group: Group) -> bool:
             """Returns whether other processes need the group's tokens, because it may be trained on or is logged."""
-            ordinal = group.prompt.ordinal
-            return collector.informative(group) or ordinal < begin + LOGGED_GROUPS
+            return collector.informative(group) or group.prompt.ordinal < begin + LOGGED_GROUPS
 
         mine = deque[int]()
 
@@ -198,8 +193,8 @@ class GroupSampling:
 
     def _rounds(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
         sampler: RoundSampler | None = None
-        lengths = {one: collector.responses[one].drawn for one in collector.clock.in_flight()}
-        places = Places(self._sizes.in_flight, self._exchange.count, lengths)
+        lengths = {response: collector.responses[response].drawn for response in collector.clock.in_flight()}
+        assignment = Assignment(self._sizes.in_flight, self._exchange.count, lengths)
         if self._turns is not None:
             self._turns.ask(collector)  # reopens episodes from a checkpoint, so that they can be graded
         for ordinal in collector.clock.whole(collector.clock.groups):
@@ -207,14 +202,15 @@ class GroupSampling:
         try:
             while collector.goes_on:
                 if sampler is None:  # created only if a round is needed
-                    how = decoding(temperature=self._config.sampling.temperature)
-                    sampler = self._sampler.rounds(weights, decoding=how, limits=collector.limits)
-                places.give(collector.start())
+                    options = decoding(temperature=self._config.sampling.temperature)
+                    sampler = self._sampler.rounds(weights, decoding=options, limits=collector.limits)
+                assignment.give(collector.start())
                 self._converse(collector)
-                collector.take(self._round(sampler, collector, places), places.of(self._exchange.index))
+                drawn = self._round(sampler, collector, assignment)
+                collector.take(drawn, assignment.of(self._exchange.index))
                 self._converse(collector)
                 ended, whole, due = collector.end_round()
-                places.leave(ended)
+                assignment.leave(ended)
                 for ordinal in whole:
                     self._grade(ordinal, collector)
                 groups = self._await_verdicts(due, collector)
@@ -233,13 +229,14 @@ class GroupSampling:
                 self._turns.hear(collector)
 
     def _round(
-        self, sampler: RoundSampler, collector: Collector, places: "Places"
+        self, sampler: RoundSampler, collector: Collector, assignment: "Assignment"
     ) -> dict[ResponseId, Drawn]:
         """Samples a round. Returns the new tokens of the responses in flight, from all processes."""
-        asked = [[one for one in places.of(at) if collector.draws(one)] for at in range(self._exchange.count)]
-        requests = [collector.responses[one] for one in asked[self._exchange.index]]
+        samplers = range(self._exchange.count)
+        assigned = [list(filter(collector.draws, assignment.of(sampler))) for sampler in samplers]
+        requests = [collector.responses[response] for response in assigned[self._exchange.index]]
         drawn = self._exchange.attempt(lambda: sampler.draw(requests, self._config.rollout.round_tokens))
-        return self._exchange.round(asked, drawn or ())
+        return self._exchange.round(assigned, drawn or ())
 
     def _grade(self, ordinal: int, collector: Collector) -> None:
         """Passes a complete group to the graders, if this process grades it."""
@@ -264,11 +261,11 @@ class GroupSampling:
         return self._prompts[ordinal]
 
 
-class Places:
+class Assignment:
     """Assigns each response in flight to a sampler. The assignment does not affect any result."""
 
-    def __init__(self, in_flight: int, samplers: int, going: Mapping[ResponseId, int]) -> None:
-        """Assigns the responses that continue from the last step to samplers. All of them must be re-prefilled. `going` maps each response to its number of tokens.
+    def __init__(self, in_flight: int, samplers: int, lengths: Mapping[ResponseId, int]) -> None:
+        """Assigns the responses that continue from the last step to samplers. All of them must be re-prefilled. `lengths` maps each response to its number of tokens.
 
         The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about the same number of tokens. If responses were assigned by
         ordinal, the first sampler would get all the old, long responses. They would not fit in its pages, and the other samplers would wait for it at the end of each
@@ -276,10 +273,11 @@ class Places:
         """
         self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
         self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
-        for place, one in enumerate(sorted(going, key=lambda one: (-going[one], one))):
-            lap, at = divmod(place, samplers)
-            back = lap % 2 == 1 and lap < len(going) // samplers
-            self._at[samplers - 1 - at if back else at].add(one)
+        longest = sorted(lengths, key=lambda response: (-lengths[response], response))
+        for index, response in enumerate(longest):
+            lap, at = divmod(index, samplers)
+            back = lap % 2 == 1 and lap < len(lengths) // samplers
+            self._at[samplers - 1 - at if back else at].add(response)
 
     def give(self, started: Sequence[ResponseId]) -> None:
         """Assigns new responses, in order, to samplers with free slots."""
@@ -310,20 +308,20 @@ class TurnsInFlight:
 
     def ask(self, collector: Collector) -> None:
         """Starts new episodes in the environments and sends finished turns to them. Reopens episodes that are not open in this process, for example after a resume."""
-        for one, request in collector.responses.items():
-            is_known = one in self._known
-            has_nothing_new = is_known and (not request.waits or one in self._asked)
-            if has_nothing_new or not self._exchange.grades_group(one.ordinal):
+        for response, request in collector.responses.items():
+            is_known = response in self._known
+            has_nothing_new = is_known and (not request.waits or response in self._asked)
+            if has_nothing_new or not self._exchange.grades_group(response.ordinal):
                 continue
             prompt, turns = request.prompt, request.drawn_turns
             if not is_known and (turns or not request.waits):
                 answered = turns[:-1] if request.waits else turns
-                self._episodes.reopen(prompt, one.index, answered, request.standing)
-            self._known.add(one)
+                self._episodes.reopen(prompt, response.index, answered, request.standing)
+            self._known.add(response)
             if request.waits and turns:
-                self._asked[one] = self._episodes.step(prompt, one.index, turns[-1])
+                self._asked[response] = self._episodes.step(prompt, response.index, turns[-1])
             elif request.waits:
-                self._asked[one] = self._episodes.start(prompt, one.index)
+                self._asked[response] = self._episodes.start(prompt, response.index)
         self._known &= collector.responses.keys()
 
     def hear(self, collector: Collector) -> None:
@@ -335,15 +333,17 @@ class TurnsInFlight:
         """
         if not (due := collector.answers_due()):
             return
-        mine = {one: self._asked[one] for one in due if self._exchange.grades_group(one.ordinal)}
+        of_this_process = [response for response in due if self._exchange.grades_group(response.ordinal)]
+        asked = {response: self._asked[response] for response in of_this_process}
 
         def heard() -> dict[ResponseId, Answered]:
-            while wait(mine.values(), timeout=_LOOK_S).not_done:
+            while wait(asked.values(), timeout=_LOOK_S).not_done:
                 self._watch.note("waiting for environments")
-            return {
-                one: (answer.result(), self._episodes.standing(collector.responses[one].prompt, one.index))
-                for one, answer in mine.items()
-            }
+            answers = dict[ResponseId, Answered]()
+            for response, answer in asked.items():
+                prompt = collector.responses[response].prompt
+                answers[response] = answer.result(), self._episodes.standing(prompt, response.index)
+            return answers
 
         answers = self._exchange.answers(self._exchange.attempt(heard) or {})
         for response in due:

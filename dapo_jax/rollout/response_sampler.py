@@ -56,7 +56,8 @@ class ResponseSampler:
         """
         self.engine, self.transfer, self._compile_for = engine, transfer, compile_for
         self.max_response_tokens, self.prompts_at_once = max_response_tokens, prompts_at_once
-        self.notes, self._on_look, self._stop = notes, on_look, stop
+        self.notes, self._on_look = notes, on_look
+        self._ends: dict[str, Any] = {"max_response_tokens": max_response_tokens, "stop": stop}
         self._sampler = Sampler(engine, prefill_prompts=prompts_at_once, on_look=on_look)
         self._key: PRNGKeyArray = jax.random.key(seed)
 
@@ -80,17 +81,8 @@ class ResponseSampler:
         """Yields each prompt with its responses when all responses to it have ended; see `Sampler.sample`. `version` is the version of the weights. Random keys depend on
         `domain` and on the numbers in `within`. With `environments`, responses are episodes."""
         key = reduce(jax.random.fold_in, (domain, *within), self._key)
-        return self._sampler.sample(
-            weights,
-            draw,
-            key=key,
-            decoding=decoding,
-            samples_per_prompt=samples,
-            max_response_tokens=self.max_response_tokens,
-            stop=self._stop,
-            version=version,
-            environments=environments,
-        )
+        options: Any = {"samples_per_prompt": samples, "version": version, "environments": environments}
+        return self._sampler.sample(weights, draw, key=key, decoding=decoding, **options, **self._ends)
 
     def limits(self, episodes: Environments | None) -> EpisodeLimits | None:
         """Returns the limits of episodes in this sampler, or None if responses have no environment."""
@@ -103,16 +95,9 @@ class ResponseSampler:
         self, weights: PyTree, *, decoding: Decoding, limits: EpisodeLimits | None = None
     ) -> RoundSampler:
         """Returns a training sampler that samples responses in flight with these weights. With `limits`, responses are episodes."""
-        return RoundSampler(
-            self.engine,
-            weights,
-            key=jax.random.fold_in(self._key, TRAINING),
-            decoding=decoding,
-            max_response_tokens=self.max_response_tokens,
-            stop=self._stop,
-            on_look=self._on_look,
-            limits=limits,
-        )
+        options: Any = {"on_look": self._on_look, "limits": limits, **self._ends}
+        key = jax.random.fold_in(self._key, TRAINING)
+        return RoundSampler(self.engine, weights, key=key, decoding=decoding, **options)
 
     def evaluate(
         self,

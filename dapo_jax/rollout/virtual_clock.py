@@ -76,9 +76,9 @@ class VirtualClock:
 
     def in_flight(self) -> Iterator[ResponseId]:
         """Yields the responses that are being sampled, by ordinal and index."""
-        for one in self.started():
-            if one.index in self.groups[one.ordinal].left:
-                yield one
+        for response in self.started():
+            if response.index in self.groups[response.ordinal].left:
+                yield response
 
     def started(self) -> Iterator[ResponseId]:
         """Yields the started responses of groups without a verdict, by ordinal and index: both the responses in flight and those that have ended."""
@@ -98,12 +98,12 @@ class VirtualClock:
         else:
             room = sizes.in_flight - sum(1 for _ in self.in_flight())
         while len(started) < room:
-            ordinal, index = one = self.following
+            ordinal, index = response = self.following
             if index == 0:
                 if bound and len(self.groups) + len(self.ready) >= (bound + 1) * sizes.needed:
                     break
                 self.groups[ordinal] = GroupInFlight(self.version, set(range(sizes.samples_per_prompt)))
-            started.append(one)
+            started.append(response)
             is_last = index + 1 == sizes.samples_per_prompt
             self.following = ResponseId(ordinal + 1, 0) if is_last else ResponseId(ordinal, index + 1)
         return started
@@ -111,10 +111,10 @@ class VirtualClock:
     def end_round(self, ended: Collection[ResponseId]) -> list[int]:
         """Records the responses that ended in the round. Returns the ordinals of the groups whose verdicts are due now, for `end_group`."""
         self.rounds += 1
-        for one in ended:
-            group = self.groups[one.ordinal]
-            assert one < self.following, f"{one} has not started"
-            group.left.remove(one.index)
+        for response in ended:
+            group = self.groups[response.ordinal]
+            assert response < self.following, f"{response} has not started"
+            group.left.remove(response.index)
             if not group.left:
                 group.due = self.rounds + self.sizes.answer_rounds
         return sorted(ordinal for ordinal, group in self.groups.items() if 0 <= group.due <= self.rounds)
@@ -136,8 +136,8 @@ class VirtualClock:
     def end_step(self) -> dict[int, int]:
         """Ends the step. Returns the ordinals of the groups to train on, mapped to the age of each group's oldest token in steps. These are the first groups by ordinal.
         All later tokens are sampled by the next version of the weights."""
-        taken = sorted(self.ready)[: self.sizes.needed]
-        ages = {ordinal: self.version - self.ready.pop(ordinal) for ordinal in taken}
+        ordinals = sorted(self.ready)[: self.sizes.needed]
+        ages = {ordinal: self.version - self.ready.pop(ordinal) for ordinal in ordinals}
         self.version += 1
         return ages
 
@@ -162,12 +162,9 @@ class VirtualClock:
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> "VirtualClock":
         """Returns the clock with the given `state`."""
-        groups = {one: GroupInFlight(version, set(left), due) for one, version, left, due in state["groups"]}
-        return cls(
-            ClockSizes(**state["sizes"]),
-            version=state["version"],
-            rounds=state["rounds"],
-            following=ResponseId(*state["following"]),
-            groups=groups,
-            ready=dict(state["ready"]),
-        )
+        groups = dict[int, GroupInFlight]()
+        for ordinal, version, left, due in state["groups"]:
+            groups[ordinal] = GroupInFlight(version, set(left), due)
+        sizes, following = ClockSizes(**state["sizes"]), ResponseId(*state["following"])
+        counts = {"version": state["version"], "rounds": state["rounds"]}
+        return cls(sizes, **counts, following=following, groups=groups, ready=dict(state["ready"]))

@@ -78,14 +78,14 @@ class Run:
         meshes = meshes_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         graders = check_graders(config.reward, reward=reward)  # before the model loads
         _check_advantages(config, advantages, graders)
-        environment = environment_of(config.environment, config.workers.of_environment, reward=reward)
+        environment = environment_of(config, reward=reward)
         say("preparing prompts")  # before the weights load, which takes longer
         self._prompts = prompt_sets(config, tokenizer_of(config.model), rows=prompts, eval_rows=eval_rows)
         self._has_reference = has_reference(config, objective or objective_of(config.loss))
         say(f"loading {config.model.source}")
         self._learner, files = self._load_learner(meshes, resumes)
         self._teacher, teacher_files = self._load_teacher(say)
-        self.identity = identity_of(config, prompts=self._prompts.info.identity, model=files | teacher_files)
+        self.identity = identity_of(config, prompts=self._prompts.identity, model=files | teacher_files)
         """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
         self.notes = list(self._notes(resumes))
         episodes = episodes_of(environment, config, self.policy.tokenizer)
@@ -136,7 +136,7 @@ class Run:
         yield f"training {decoder.trained_parameters:,} parameters on {count:,} prompts with {mesh.size} x {device.device_kind}"
         if device.platform == "cpu" and (unused := gpu_settings.unused()):
             yield f"this run uses the CPU. {unused}"
-        yield from prompts.info.notes
+        yield from prompts.notes
         if self.policy.checkpoint and not resumes:
             yield f"the initial weights are from {self.policy.checkpoint} of {config.model.source}"
         if repeated := repeated_prompts(config, count):
@@ -186,12 +186,10 @@ class Run:
             note = episodes.check(self._prompts.training[0], limit=config.episode_tokens)
             self.notes += filter(None, [note])
         return grading(
-            config.reward,
+            config,
             self.policy,
             episodes=episodes,
             max_response_tokens=config.episode_tokens,
-            stop=config.sampling.stop,
-            workers=config.workers.of_graders,
             graders=graders,
             on_submit=lambda: watch.note("grading the responses to a prompt"),
         )

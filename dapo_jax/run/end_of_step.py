@@ -11,24 +11,21 @@ from typing import Any
 
 import jax
 
-from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.config import SftConfig, TrainConfig
 from dapo_jax.config.section import due
 from dapo_jax.evaluation import lost_verdicts, problem_record, responses_kept, summarize
-from dapo_jax.health.stopping import Stop, StoppedError, first_reason
+from dapo_jax.health.stopping import StoppedError, first_reason
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.processes import is_first, resume_by
 from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first
 from dapo_jax.rollout.checkpoint_arrays import flight_arrays, group_arrays
-from dapo_jax.run.build import Run
 from dapo_jax.run.guard import GuardError
 from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.run.observers import Ratios
-from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
-from dapo_jax.storage import AnyPath, path_of
-from dapo_jax.trackers.progress import Progress
+from dapo_jax.run.session import Session
+from dapo_jax.storage import path_of
 from dapo_jax.trackers.rollout_log import write_problems
 
 OnStep = Callable[[int, Mapping[str, float | int]], None]
@@ -42,29 +39,11 @@ def evaluates_after(config: TrainConfig | SftConfig, step: int) -> bool:
 class EndOfStep(Observer):
     """Writes metrics, evaluates and saves checkpoints at the end of each step of a run. All processes must make the same calls."""
 
-    def __init__(
-        self,
-        run: Run,
-        run_dir: AnyPath,
-        *,
-        start: ResumePoint,
-        ratios: Ratios,
-        checkpointer: Checkpointer,
-        records: Records | None,
-        shown: Progress,
-        stop: Stop,
-        on_step: OnStep | None,
-        check: Callable[[], None],
-    ) -> None:
-        """Stores the objects of the run.
-
-        The run starts or resumes at `start`. `check` raises an error if the run has lost the lock on its
-        folder and must not write to it any more. Only the first process writes metrics; all other processes pass `records=None`.
-        """
-        self._run, self._config, self._run_dir, self._ratios = run, run.config, run_dir, ratios
-        self._checkpointer, self._records, self._shown = checkpointer, records, shown
-        self._stop, self._on_step, self._check = stop, on_step, check
-        self._now, self._saved = start, start.position.step
+    def __init__(self, session: Session, *, ratios: Ratios, on_step: OnStep | None) -> None:
+        self._session, self._ratios, self._on_step = session, ratios, on_step
+        self._run, self._config, self._shown = session.run, session.config, session.shown
+        self._checkpointer, self._records = session.checkpointer, session.records
+        self._now, self._saved = session.start, session.start.position.step
         self._saving_s = 0.0
         """Seconds for which a save after the last step has blocked the run."""
 
@@ -177,7 +156,7 @@ class EndOfStep(Observer):
             self._on_step(step, metrics)
 
     def _record(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        self._check()
+        self._session.check()
         if self._records is not None:
             self._records.step(step, metrics)
 
@@ -190,10 +169,10 @@ class EndOfStep(Observer):
         scores: dict[str, float] = {}
         score = None
         graded = self._run.sampling.evaluate(self._now.state.params, step)
-        self._check()
+        self._session.check()
         for name, groups in graded.items():
             if is_first():
-                folder = self._run_dir / "evaluations" / f"step_{step:06d}"
+                folder = self._session.run_dir / "evaluations" / f"step_{step:06d}"
                 kept = responses_kept(len(groups))
                 records = [problem_record(*pair) for pair in zip(groups, kept, strict=True)]
                 write_problems(folder, records, name=name, step=step)
@@ -213,7 +192,7 @@ class EndOfStep(Observer):
 
     def _save(self, score: float | None) -> None:
         self._shown.phase("checkpoint")
-        self._check()
+        self._session.check()
         position, progress = self._now.position, self._now.progress(self._run.identity)
         carry = {**group_arrays(position.carry), **flight_arrays(position.in_flight)}
         self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
@@ -227,7 +206,7 @@ class EndOfStep(Observer):
 
     def _stop_if_asked(self) -> None:
         """Raises StoppedError in every process if any process was asked to stop, or CheckpointError if the last save failed in any process."""
-        state = json.dumps([self._stop.reason, self._checkpointer.failure()]).encode()
+        state = json.dumps([self._session.stop.reason, self._checkpointer.failure()]).encode()
         reasons, failures = zip(*map(json.loads, all_gather_bytes(state, buffer_bytes=1024)), strict=True)
         if reason := first_reason(dict(enumerate(reasons)), jax.process_index()):
             raise StoppedError(reason)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from dapo_jax.config import (
     ConfigError,
-    EnvironmentConfig,
     EvaluateConfig,
     RewardConfig,
+    SftConfig,
     TrainConfig,
 )
 from dapo_jax.config.keys import prefixed
-from dapo_jax.config.reward_schema import ENVIRONMENT_WORKERS, GRADER_WORKERS, Workers
+from dapo_jax.config.reward_schema import GRADER_WORKERS, Workers
 from dapo_jax.environments import Environment, Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.worker_environment import WorkerEnvironment
@@ -43,12 +43,10 @@ Close = Callable[[], None]
 
 
 def grading(
-    config: RewardConfig,
+    config: TrainConfig | EvaluateConfig | SftConfig,
     policy: Policy,
     *,
     max_response_tokens: int | None = None,
-    stop: Sequence[str] = (),
-    workers: Workers = GRADER_WORKERS,
     graders: Sequence["ConfiguredGrader"] = (),
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
@@ -56,24 +54,23 @@ def grading(
     """Builds the `Grading` object that grades a run's responses. The caller must close it.
 
     Args:
-        config: configures the graders and reward shaping.
+        config: configures graders, workers and reward shaping. The text from a stop string on is not graded.
         policy: its tokenizer decodes the responses.
         max_response_tokens: maximum response length for the overlong penalty. If None, there is no penalty, because an evaluation measures verdicts.
-        stop: strings that end a response. The text from a stop string on is not graded.
-        workers: the workers of each grader.
         graders: the result of `check_graders`. If empty, the configured graders are loaded.
         episodes: the episodes of an environment. If given, the environment supplies the rewards instead of graders.
         on_submit: called before the responses to a prompt are submitted.
     """
-    overlong = config.overlong
+    reward, stop = config.reward, config.sampling.stop
+    overlong = reward.overlong
     submit, close = (
-        submit_of(config, graders, workers=workers)
+        submit_of(reward, graders, workers=config.workers.of_graders)
         if episodes is None
         else (episodes.verdicts, episodes.close)
     )
     shaping = Shaping(
-        correct=config.correct,
-        incorrect=config.incorrect,
+        correct=reward.correct,
+        incorrect=reward.incorrect,
         overlong=overlong.enabled and max_response_tokens is not None,
         max_response_tokens=max_response_tokens or 0,
         buffer_tokens=overlong.buffer_tokens,
@@ -191,28 +188,26 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
 
 
 def environment_of(
-    config: EnvironmentConfig,
-    workers: Workers = ENVIRONMENT_WORKERS,
-    *,
-    reward: Rewards | None = None,
+    config: TrainConfig | EvaluateConfig, *, reward: Rewards | None = None
 ) -> Environment | None:
     """Loads the environment of a run, or returns None if no environment is configured. Call it before slow work such as loading a model. Raises ConfigError if
     the environment cannot be loaded, or `reward` was given as well."""
-    if not config.source:
+    source, workers = config.environment.source, config.workers.of_environment
+    if not source:
         return None
     if reward is not None:
         raise ConfigError(
-            f"environment.source={config.source!r} supplies the rewards, but a reward function was given as well; remove one of them"
+            f"environment.source={source!r} supplies the rewards, but a reward function was given as well; remove one of them"
         )
     with prefixed("environment.source"):
         if workers.count:
             return WorkerEnvironment(
-                config.source,
+                source,
                 workers=workers.count,
                 timeout_s=workers.timeout_s,
                 memory_mb=WORKER_MEMORY_MB,
             )
-        return load_environment(config.source)
+        return load_environment(source)
 
 
 def episodes_of(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, PyTree
 
 from dapo_jax.checkpoints.manifest import flattened
-from dapo_jax.config import TrainConfig, to_yaml
+from dapo_jax.config import to_yaml
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.dapo.metrics import Max
 from dapo_jax.dapo.rollouts import Group
@@ -26,11 +26,8 @@ from dapo_jax.parallel.sharding import replicated
 from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.run.loop import Metrics, Observer, StepResult
-from dapo_jax.run.records import Records
-from dapo_jax.run.resume_point import ResumePoint
-from dapo_jax.run.training_pass import StepBatches
-from dapo_jax.storage import AnyPath, entries, path_of
-from dapo_jax.trackers.progress import Progress
+from dapo_jax.run.session import Session
+from dapo_jax.storage import entries, path_of
 from dapo_jax.trackers.rollout_log import write_post_mortem
 from dapo_jax.training.minibatch import Minibatch, on_host
 
@@ -113,38 +110,28 @@ class GuardError(RuntimeError):
 class Guard(Observer):
     """The guard of one run. All processes must make the same calls."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        run_dir: AnyPath,
-        *,
-        start: ResumePoint,
-        batches: StepBatches,
-        records: Records | None,
-        shown: Progress,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Raises GuardError if the initial weights are not finite. `check` raises an error if the run may no longer write to its folder."""
-        self._config, self._run_dir, self._batches, self._check = config, run_dir, batches, check
-        self._records, self._shown = records, shown
+    def __init__(self, session: Session) -> None:
+        """Raises GuardError if the initial weights are not finite."""
+        self._session, self._config, start = session, session.config, session.start
         self._updates: list[Update] = []
         self._nonfinite: list[int] = []
-        history = records.read() if records is not None else []
+        history = session.records.read() if session.records is not None else []
         if start.unfinished is not None:
             history = [*history, start.unfinished]
-        dumped = len(entries(run_dir / "post_mortem")) if is_first() else 0
+        dumped = len(entries(session.run_dir / "post_mortem")) if is_first() else 0
         before = history[-1].get(IN_A_ROW, 0) if history else 0
         self._dumped, self._in_a_row = json.loads(broadcast_from_first(json.dumps([dumped, before]).encode()))
-        self._watchdogs = Watchdogs(metric=config.learnt_metric, history=history)
+        self._watchdogs = Watchdogs(metric=session.config.learnt_metric, history=history)
         if bad := nonfinite_leaves(start.state.params):
             step = start.position.step
-            whose = f"in the checkpoint of step {step}" if step else f"of model.source={config.model.source}"
+            source = session.config.model.source
+            whose = f"in the checkpoint of step {step}" if step else f"of model.source={source}"
             raise GuardError(f"the weights {whose} are not finite: {some(bad)}; start from different weights")
 
     def after_step(self, result: StepResult) -> None:
         """Checks the step, and adds the guard's metrics to `result.metrics`. Raises GuardError if the weights are not finite, or a limit in `config.guard` is
         exceeded. Before it is raised, the step's metrics are written."""
-        self._check()  # first, because this observer and later ones write to the folder
+        self._session.check()  # first, because this observer and later ones write to the folder
         metrics, step = result.metrics, result.position.step
         skipped, drifted = self._skipped(result), self._drifted(step, metrics)
         bad = nonfinite_leaves(result.state.params)
@@ -155,9 +142,9 @@ class Guard(Observer):
         for warning in warnings:
             self._warn(step, warning)
         if problems := "; ".join(filter(None, (ruined, skipped, drifted))):
-            self._shown.step(step, metrics)
-            if self._records is not None:
-                self._records.step(step, metrics)
+            self._session.shown.step(step, metrics)
+            if self._session.records is not None:
+                self._session.records.step(step, metrics)
             raise GuardError(problems, whole=None if ruined or drifted else result)
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
@@ -191,7 +178,7 @@ class Guard(Observer):
                 self._in_a_row = 0
                 continue
             self._in_a_row += 1
-            groups = self._batches.split(result.collected.groups, step)[index]
+            groups = self._session.run.batches.split(result.collected.groups, step)[index]
             named = update.named(flags, groups, list(flattened(result.state.params)))
             last = f"update {index + 1} of {len(updates)} was skipped: not finite: {described(named)}"
             if self._dumped < POST_MORTEMS:
@@ -216,7 +203,7 @@ class Guard(Observer):
                 "learning_rate": update.learning_rate,
                 "nonfinite": named,
             }
-            folder, config = self._run_dir / name, to_yaml(self._config)
+            folder, config = self._session.run_dir / name, to_yaml(self._config)
             write_post_mortem(folder, report=report, stacks=stacks, groups=groups, config=config)
         return str(path_of(self._config.run_dir) / name)
 
@@ -232,7 +219,7 @@ class Guard(Observer):
         )
 
     def _warn(self, step: int, text: str) -> None:
-        self._shown.message(f"step {step}: {text}")
+        self._session.shown.message(f"step {step}: {text}")
 
 
 def nonfinite_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:

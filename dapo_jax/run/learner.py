@@ -71,13 +71,8 @@ class Learner:
         return replace(self, policy=replace(self.policy, params=shapes))
 
     def sampler(self, spec: SamplerSpec, *, others: Any = (), **options: Any) -> ResponseSampler:
-        """Builds a sampler of the policy.
-
-        Args:
-            spec: lengths and number of the responses.
-            others: arrays on the training mesh, or their shapes, that are in memory during sampling in addition to the train state and the LoRA base.
-            options: other arguments of `response_sampler`.
-        """
+        """Builds a sampler of the policy. `others` are arrays on the training mesh, or their shapes, that are in memory during sampling in addition to the train state and
+        the LoRA base. For `options`, see `response_sampler`."""
         in_memory = (self.state_structs, self.policy.unshared, others)
         resident = bytes_on_device(in_memory, self.meshes.train.shape)
         seed = self.config.seed

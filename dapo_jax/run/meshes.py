@@ -1,12 +1,11 @@
 """Builds the meshes of a run from the `parallel` section of its configuration."""
 
-import math
 from collections.abc import Sequence
 
 import jax
 
 from dapo_jax.config import ConfigError, ParallelConfig
-from dapo_jax.parallel.mesh import BATCH_AXES, AnyDevice, Meshes, make_mesh, make_meshes
+from dapo_jax.parallel.mesh import AnyDevice, Meshes, batch_shards, make_mesh, make_meshes
 
 
 def mesh_of(
@@ -19,7 +18,7 @@ def mesh_of(
     of devices, or the rows of a microbatch cannot be distributed evenly over the mesh."""
     sizes = {"data": axes.data, "fsdp": axes.fsdp, "tensor": axes.tensor, "context": axes.context}
     mesh = make_mesh(**sizes, devices=devices)
-    spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    spread = batch_shards(mesh.shape)
     if rows_per_microbatch is not None and rows_per_microbatch % spread:
         raise ConfigError(
             f"batch.rows_per_microbatch={rows_per_microbatch} must be a multiple of parallel.data x parallel.fsdp = "

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
@@ -25,22 +25,15 @@ GivenRows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetInfo:
-    """Information about the datasets to train on."""
-
-    notes: Sequence[str]
-    """Messages about rows that are left out."""
-    identity: Sequence[Mapping[str, Any]]
-    """For each dataset, its name and the number and sha256 of its prompts. Stored in checkpoints."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PromptSets:
     """The prompts of a run."""
 
     training: PromptSource
-    info: DatasetInfo
-    held_out: Mapping[str, Sequence[Prompt]]
+    notes: Sequence[str]
+    """Messages about rows that are left out."""
+    identity: Sequence[Mapping[str, Any]]
+    """For each dataset to train on, its name and the number and sha256 of its prompts. Stored in checkpoints."""
+    held_out: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     """Maps the name of each evaluation dataset to its prompts. Empty if the run has no evaluation."""
 
 
@@ -59,16 +52,15 @@ def prompt_sets(
 ) -> PromptSets:
     """Loads the prompts for training and evaluation. If only `rows` are given from Python, there is no evaluation. Raises ConfigError if `training_prompts` or
     `held_out_prompts` failed."""
-    training, info = training_prompts(config.data, tokenizer, seed=config.seed, rows=rows)
+    training = training_prompts(config.data, tokenizer, seed=config.seed, rows=rows)
     if rows is not None and eval_rows is None:
-        return PromptSets(training=training, info=info, held_out={})
-    held_out = held_out_prompts(config.data, config.eval, tokenizer, rows=eval_rows)
-    return PromptSets(training=training, info=info, held_out=held_out)
+        return training
+    return replace(training, held_out=held_out_prompts(config.data, config.eval, tokenizer, rows=eval_rows))
 
 
 def training_prompts(
     data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
-) -> tuple[PromptSource, DatasetInfo]:
+) -> PromptSets:
     """Returns the prompts to train on, from the given rows or the configured dataset or mixture, without prompts that are too long. Raises ConfigError if a
     dataset cannot be read, or all of its prompts are too long."""
     sources = [_own_source(data, data.train_split)]
@@ -110,7 +102,7 @@ def training_prompts(
         parts=parts,
         weights=[source.weight for source in sources],
     )
-    return source, DatasetInfo(notes=notes, identity=identity)
+    return PromptSets(training=source, notes=notes, identity=identity)
 
 
 def repeated_prompts(config: TrainConfig, rows: int) -> tuple[str, str] | None:

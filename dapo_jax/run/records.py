@@ -1,4 +1,4 @@
-"""Writes the metrics and rollouts of a run, and configures the compilation cache."""
+"""Writes the configuration, metrics and rollouts of a run, and configures the compilation cache."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -8,6 +8,8 @@ import jax
 import numpy as np
 
 from dapo_jax.config import ConfigError, TrainConfig, to_yaml
+from dapo_jax.config.algorithms import algorithm_name
+from dapo_jax.config.loading import RECORD
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.run.observers import TokenRatios
 from dapo_jax.run.run_dir import checked_folder
@@ -39,6 +41,12 @@ def use_compilation_cache() -> None:
     shortest = "jax_persistent_cache_min_compile_time_secs"
     jax.config.update(shortest, min(0.1, getattr(jax.config, shortest)))
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def write_config(config: TrainConfig, run_dir: AnyPath) -> None:
+    """Writes config.yaml. Its first line is a comment with the name of the algorithm."""
+    text = f"# algorithm: {algorithm_name(config)}\n{to_yaml(config)}"
+    write_whole(run_dir / RECORD, text.encode())
 
 
 class Records(AbstractContextManager):

@@ -12,9 +12,10 @@ from etils import epath
 from dapo_jax.checkpoints.checkpointer import Restored
 from dapo_jax.checkpoints.manifest import DamagedError, step_folders
 from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config.algorithms import algorithm_name
 from dapo_jax.config.former_keys import converted_leaves
 from dapo_jax.config.keys import shown
-from dapo_jax.config.loading import algorithm_of, leaf_values
+from dapo_jax.config.loading import leaf_values
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.folder import CONFIG
@@ -89,7 +90,7 @@ def identity_of(
     """Returns the identity of a run as JSON-serializable values: the keys that may not change when a run resumes, the prompts of each training dataset (number and
     sha256; if None, they are not compared), and the result of `model_files`. The name of the algorithm is for readers; its keys are compared."""
     kept = {key: value for key, value in leaf_values(config).items() if not key.startswith(FREE_TO_CHANGE)}
-    identity = {"algorithm": algorithm_of(config), "config": kept, "prompts": prompts, "model": dict(model)}
+    identity = {"algorithm": algorithm_name(config), "config": kept, "prompts": prompts, "model": dict(model)}
     return json.loads(json.dumps(identity, default=repr), parse_constant=str)
 
 

@@ -14,7 +14,7 @@ from etils import epath
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.keys import prefixed
 from dapo_jax.config.loading import changed_keys
-from dapo_jax.config.model_schema import source_parts
+from dapo_jax.config.model_source import source_parts
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.hints import nearest
 from dapo_jax.parallel.together import all_gather_bytes, by_first
@@ -45,14 +45,10 @@ def claim_run_dir(
     config: TrainConfig, *, resume: bool, overwrite: bool, held: ExitStack, lost: Lost
 ) -> tuple[AnyPath, TrainConfig, Lock | None]:
     """Locks and checks the run's folder in the first process, and checks that all processes have the same configuration. The lock is released with `held`. The run in the
-    folder will be continued (`resume`), or removed by `remove_run` (`overwrite`).
+    folder will be continued (`resume`), or removed by `remove_run` (`overwrite`). Raises ConfigError in every process if a check failed.
 
-    Returns:
-        The folder, the configuration and the lock (None in all processes except the first). The configuration contains the date on which
-            the run began, and its `prompts_per_wave` is resolved.
-
-    Raises:
-        ConfigError: a check failed. Raised in every process.
+    Returns the folder, the configuration and the lock (None in all processes except the first). The configuration contains the date on which the run began, and its
+    `prompts_per_wave` is resolved.
     """
     taken: list[Lock] = []
 

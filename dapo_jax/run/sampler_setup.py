@@ -11,14 +11,14 @@ from dapo_jax.config import EvaluateConfig, SamplingConfig, TrainConfig
 from dapo_jax.config.keys import prefixed
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import bytes_on_device, least_device_bytes
-from dapo_jax.parallel.mesh import Meshes
+from dapo_jax.parallel.mesh import Meshes, batch_shards
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.sampler_programs import compile_sampling, engine_of, transfer_of
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.caches import token_bytes
 from dapo_jax.sampling.engine import FEED_TOKENS
-from dapo_jax.sampling.engine_spec import EngineSpec, batch_devices
-from dapo_jax.sampling.page_tables import PageSizes
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
@@ -57,7 +57,7 @@ def sampler_spec(
         tokens=sampling.prefill_tokens,
         alone=sampling.batch_invariant,
     )
-    same = ("slots", "steps_per_call", "page_tokens", "cache_tokens", "cache_dtype", "batch_invariant")
+    same = ("slots", "steps_per_call", "cache_tokens", "cache_dtype", "batch_invariant")
     sizes = {name: getattr(sampling, name) for name in same}
     engine = EngineSpec(capacity=capacity, stop_ids=(), prefill=prefill, **sizes, **options)
     return SamplerSpec(sampling, prompts, engine)
@@ -97,15 +97,10 @@ def response_sampler(
     memory: int | None = None,
     on_look: Callable[[], None] = lambda: None,
 ) -> ResponseSampler:
-    """Builds a sampler. Nothing is compiled yet.
+    """Builds a sampler. Nothing is compiled yet. Raises ConfigError if the number of slots or the lengths do not fit the mesh, the model or the memory.
 
-    Args:
-        resident: memory in use on each device during sampling, in bytes, without the sampler's weights and cache.
-        memory: memory of a device in bytes. Defaults to the amount that the devices report. CPUs do not report an amount.
-        on_look: called before each engine call that samples tokens.
-
-    Raises:
-        ConfigError: the number of slots or the lengths do not fit the mesh, the model or the memory.
+    `resident` is the memory in use on each device during sampling, in bytes, without the sampler's weights and cache. `memory` is the memory of a device in bytes. It
+    defaults to the amount that the devices report; CPUs do not report an amount. `on_look` is called before each engine call that samples tokens.
     """
     sampling, mesh = spec.sampling, meshes.sampler
     transfer = transfer_of(policy, meshes, sampling, dtype=spec.engine.compute_dtype)
@@ -142,7 +137,7 @@ def room_for_cache(
     kind = spec.cache_kind(mesh, decoder)
     if memory is None or spec.cache_tokens or kind == "slots":
         return None
-    spread, shape = batch_devices(mesh), spec.prefill_shape
+    spread, shape = batch_shards(mesh.shape), spec.prefill_shape
     by_table = token_bytes(decoder, mesh, dtype=spec.stored_dtype, kind=kind)
     each = sum(by_table.values())
     computed = sum(token_bytes(decoder, mesh, dtype=spec.compute_dtype, kind=kind).values())
@@ -159,8 +154,8 @@ def room_for_cache(
     width = -(-spec.capacity // shape.width) * shape.width
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4 + state
     call_tokens = spec.steps_per_call + FEED_TOKENS * spec.has_turns
-    sizes = spec.page_sizes(mesh, kind, by_table, holders=spec.slots, call_tokens=call_tokens)
-    all_slots = spec.slots // spread * sizes.held_bytes(spec.capacity, by_table)
+    sizes = spec.page_sizes(decoder, mesh, holders=spec.slots, call_tokens=call_tokens)
+    all_slots = spec.slots // spread * sizes.response_cache_bytes(spec.capacity, by_table)
     if not spec.in_flight and shape.longest <= shape.width and room - rows >= all_slots:
         return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used
     return room - max(rows, rows // 2 + parts)

@@ -18,7 +18,7 @@ from dapo_jax.config import (
     load_evaluation,
 )
 from dapo_jax.config.keys import prefixed
-from dapo_jax.config.model_schema import source_parts
+from dapo_jax.config.model_source import source_parts
 from dapo_jax.models.adapter_folder import ADAPTER_CONFIG, is_adapter, read_adapter
 from dapo_jax.models.folder import CONFIG, read_config
 from dapo_jax.models.hub import download

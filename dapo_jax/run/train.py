@@ -1,6 +1,5 @@
 """DAPO training from a configuration, used by `dapo-jax train` and from Python."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,33 +7,28 @@ from typing import Any
 
 from rich.console import Console
 
-from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.config import TrainConfig, load_config, to_yaml
-from dapo_jax.config.loading import algorithm_of
+from dapo_jax.config import TrainConfig, load_config
 from dapo_jax.dapo.advantages import Advantages
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel import gpu_settings, processes
 from dapo_jax.parallel.processes import is_first, tell_others
-from dapo_jax.parallel.together import by_first
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.build import Run
-from dapo_jax.run.disk_space import check_room
 from dapo_jax.run.end_of_step import EndOfStep, OnStep
 from dapo_jax.run.guard import Guard
-from dapo_jax.run.loop import Observer, run_steps
+from dapo_jax.run.loop import run_steps
 from dapo_jax.run.observers import JudgeCounts, Ratios, StepProgress, TracedSteps
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompt_sets import GivenRows
-from dapo_jax.run.records import Records, use_compilation_cache
+from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.resume_point import has_checkpoint
-from dapo_jax.run.run_dir import claim_run_dir, remove_run
+from dapo_jax.run.run_dir import claim_run_dir
+from dapo_jax.run.session import Session
 from dapo_jax.run.updater_setup import objective_of
-from dapo_jax.storage import AnyPath, write_whole
-from dapo_jax.storage.locks import Lock
-from dapo_jax.trackers.profile import Profile
+from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.progress import Progress
-from dapo_jax.trackers.run_status import status_kept, write_status
+from dapo_jax.trackers.run_status import write_status
 from dapo_jax.training.update import Objective, trace_objective
 
 
@@ -123,12 +117,12 @@ def train(
             resumes=resume and has_checkpoint(run_dir / "checkpoints"),
         )
         opened.callback(run.close)
-        session = _Session(
+        session = Session(
             run, run_dir, lock, shown=shown, stop=stop, watch=watch, locked=locked, opened=opened
         )
         session.open(overwrite=overwrite)
-        session.start(resume=resume)
-        return session.train(on_step)
+        session.begin(resume=resume)
+        return _run_all(session, on_step)
 
 
 def _trace(config: TrainConfig, objective: Objective | None) -> None:
@@ -138,117 +132,36 @@ def _trace(config: TrainConfig, objective: Objective | None) -> None:
         trace_objective(function, rows=rows, row_tokens=config.row_tokens)
 
 
-class _Session:
-    """The open resources of a run in one process: its folder, records, checkpoints and observers."""
-
-    def __init__(
-        self,
-        run: Run,
-        run_dir: AnyPath,
-        lock: Lock | None,
-        *,
-        shown: Progress,
-        stop: Stop,
-        watch: Watch,
-        locked: ExitStack,
-        opened: ExitStack,
-    ) -> None:
-        """`locked` is closed after the model is written, and `opened` before. Only the first process has the `lock` of the folder."""
-        self._run, self._config, self._run_dir = run, run.config, run_dir
-        self._note, self._check_lock = ("", lambda: None) if lock is None else (lock.note, lock.check)
-        self._shown, self._stop, self._watch = shown, stop, watch
-        self._locked, self._opened = locked, opened
-        self._records: Records | None = None
-
-    def open(self, *, overwrite: bool) -> None:
-        """Checks the free space on the disk, shows messages, and opens the folder of checkpoints. With `overwrite`, removes the files of the earlier run."""
-        run, config, opened = self._run, self._config, self._opened
-        little_room = check_room(config, run.policy.decoder.trained_parameters)
-        if overwrite:
-            by_first(lambda: remove_run(self._run_dir))  # all processes wait until the folder is empty
-        opened.enter_context(self._shown)
-        self._shown.listen(self._watch.phase)
-        for message in filter(None, (self._note, *run.notes, little_room)):
-            self._shown.message(message)
-        keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
-        self._checkpointer = Checkpointer(self._run_dir / "checkpoints", keep=keep, keep_best=keep_best)
-        opened.enter_context(self._checkpointer)
-        opened.push(tell_others)
-
-    def start(self, *, resume: bool) -> None:
-        """Restores the last checkpoint or starts at step 0, then opens the records, which are the first files to be written."""
-        self._start = self._run.start(self._checkpointer, resume=resume, say=self._shown.message)
-        step, folder = self._start.position.step, self._checkpointer.folder
-        self._shown.begin(step)
-        if resume:
-            none = f"there is no checkpoint in {folder}: starting at step 0"
-            self._shown.message(f"continuing from {folder / str(step)}" if step else none)
-        if is_first():  # not earlier, because a run that fails a check must not change the folder
-            self._open_records(resume=resume)
-        self._profile = self._opened.enter_context(
-            Profile(self._config.log.profile_steps, self._run_dir / "profile")
+def _run_all(session: Session, on_step: OnStep | None) -> TrainResult:
+    """Runs all steps, and writes the trained model."""
+    run, start = session.run, session.start
+    ratios = Ratios(session.config, batches=run.batches, updater=run.updater)
+    guard, end_of_step = Guard(session), EndOfStep(session, ratios=ratios, on_step=on_step)
+    # The order matters: traces end before the guard checks the step, and `EndOfStep` writes the guard's metrics.
+    counts, progress = JudgeCounts(run.judges), StepProgress(session.config, session.shown)
+    observers = (TracedSteps(session.profile), ratios, progress, counts, guard, end_of_step)
+    session.opened.enter_context(session.stop.held())
+    session.shown.starting("compiling (later runs load the programs from the cache)")
+    run.sampling.compile()
+    with end_of_step.saves_last_step():
+        end_of_step.start()
+        state = run_steps(
+            start.state,
+            start.position,
+            steps=session.config.steps,
+            sampling=run.sampling,
+            batches=run.batches,
+            updater=run.updater,
+            learning_rate=run.learning_rate,
+            observers=observers,
         )
-        self._opened.enter_context(self._watch)
-        self._opened.push(tell_others)
-        if is_first():
-            self._locked.enter_context(status_kept(self._run_dir, check=self._check_lock))
-
-    def _open_records(self, *, resume: bool) -> None:
-        """Writes the configuration, and opens the trackers."""
-        text = f"# algorithm: {algorithm_of(self._config)}\n{to_yaml(self._config)}"
-        write_whole(self._run_dir / "config.yaml", text.encode())
-        step = self._start.position.step
-        # The last step whose metrics are final. At step 0, there is no such step, because the evaluation before training is repeated.
-        written = step - (self._start.unfinished is not None) if step else -1
-        resume_step, decode = written if resume else None, self._run.policy.tokenizer.decode
-        records = Records(self._config, self._run_dir, resume_step=resume_step, decode=decode)
-        self._records = self._opened.enter_context(records)
-
-    def train(self, on_step: OnStep | None) -> TrainResult:
-        """Runs all steps, and writes the trained model."""
-        run, (end_of_step, observers) = self._run, self._observers(on_step)
-        self._opened.enter_context(self._stop.held())
-        self._shown.starting("compiling (later runs load the programs from the cache)")
-        run.sampling.compile()
-        with end_of_step.saves_last_step():
-            end_of_step.start()
-            state = run_steps(
-                self._start.state,
-                self._start.position,
-                steps=self._config.steps,
-                sampling=run.sampling,
-                batches=run.batches,
-                updater=run.updater,
-                learning_rate=run.learning_rate,
-                observers=observers,
-            )
-            self._checkpointer.wait()
-        self._opened.close()
-        policy = replace(run.policy, params=state.params)
-        with end_of_step.saves_last_step():
-            self._check_lock()
-            policy.save(self._run_dir / "model")
-        if is_first():
-            write_status(self._run_dir, "finished")
-        metrics = self._records.read() if self._records else []
-        return TrainResult(run_dir=self._run_dir, policy=policy, metrics=metrics)
-
-    def _observers(self, on_step: OnStep | None) -> tuple[EndOfStep, Sequence[Observer]]:
-        """Returns `EndOfStep`, and all observers of the run in order."""
-        run, config, run_dir = self._run, self._config, self._run_dir
-        ratios = Ratios(config, batches=run.batches, updater=run.updater)
-        shared: dict[str, Any] = {"start": self._start, "records": self._records, "shown": self._shown}
-        guard = Guard(config, run_dir, batches=run.batches, check=self._check_lock, **shared)
-        end_of_step = EndOfStep(
-            run,
-            run_dir,
-            ratios=ratios,
-            checkpointer=self._checkpointer,
-            stop=self._stop,
-            on_step=on_step,
-            check=self._check_lock,
-            **shared,
-        )
-        # The order matters: traces end before the guard checks the step, and `EndOfStep` writes the guard's metrics.
-        counts, progress = JudgeCounts(run.judges), StepProgress(config, self._shown)
-        return end_of_step, (TracedSteps(self._profile), ratios, progress, counts, guard, end_of_step)
+        session.checkpointer.wait()
+    session.opened.close()
+    policy = replace(run.policy, params=state.params)
+    with end_of_step.saves_last_step():
+        session.check()
+        policy.save(session.run_dir / "model")
+    if is_first():
+        write_status(session.run_dir, "finished")
+    metrics = session.records.read() if session.records else []
+    return TrainResult(run_dir=session.run_dir, policy=policy, metrics=metrics)

@@ -1,6 +1,5 @@
 """The training pass on a mesh (attention and row lengths), and the batches of each step."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ from dapo_jax.dapo.rollouts import Group
 from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.kernels import SPLASH_TOKENS
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.parallel.mesh import BATCH_AXES, AnyDevice
+from dapo_jax.parallel.mesh import AnyDevice, batch_shards
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.training.row_packing import pack
 
@@ -78,7 +77,7 @@ def training_pass(
         layout=layout_of(mesh, attention=attention),
         row_tokens=filled,
         packing={
-            "spread": math.prod(mesh.shape[axis] for axis in BATCH_AXES),
+            "spread": batch_shards(mesh.shape),
             "share_prompts": attention != "splash",
             "shorter_rows": tuple(tokens for tokens in halves if SHORTEST_ROW <= tokens < filled),
         },

@@ -133,11 +133,11 @@ def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, 
     if into is None:
         return None
     tokens = into.shape[axis]
-    taken = lax.dynamic_index_in_dim(source, row, keepdims=True)
-    padding = [(0, 0)] * taken.ndim
+    tokens_of_row = lax.dynamic_index_in_dim(source, row, keepdims=True)
+    padding = [(0, 0)] * tokens_of_row.ndim
     padding[axis] = (0, tokens)
-    taken = lax.dynamic_slice_in_dim(jnp.pad(taken, padding), start, tokens, axis)
-    return lax.dynamic_update_slice_in_dim(into, taken, page, axis=0)
+    tokens_of_row = lax.dynamic_slice_in_dim(jnp.pad(tokens_of_row, padding), start, tokens, axis)
+    return lax.dynamic_update_slice_in_dim(into, tokens_of_row, page, axis=0)
 
 
 def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PerSlot:

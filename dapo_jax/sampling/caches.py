@@ -1,4 +1,4 @@
-"""Chooses the KV cache implementation for the platform of a mesh, and the sizes of the cache."""
+"""Chooses the KV cache implementation for the platform of a mesh, and the sizes of the cache (`cache_sizes.py`)."""
 
 import math
 from collections import Counter
@@ -8,23 +8,22 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from dapo_jax.models.layer_kinds import Paged
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.mesh import BATCH_AXES, batch_shards
 from dapo_jax.sampling import cache, gpu_cache, paged_cache, tpu_cache
 from dapo_jax.sampling.cache import DENSE, Cache
-from dapo_jax.sampling.page_tables import PageSizes, slot_pages
+from dapo_jax.sampling.cache_sizes import PageSizes, pages_for, slot_pages
 
 Kind = Literal["slots", "pages", "tpu", "gpu"]
 """`slots`: a dense cache, in which every slot has room for the longest sequence. `pages`: a paged cache built from XLA operations. `tpu`, `gpu`: a paged cache with a
 kernel for that platform."""
 _MODULES: dict[Kind, Any] = {"slots": cache, "pages": cache, "tpu": tpu_cache, "gpu": gpu_cache}
 
-DEFAULT_PAGE_TOKENS = {"tpu": 128}
-"""Default number of tokens per page by platform; 64 on other platforms. The TPU default is the number of lanes in a register."""
+PAGE_TOKENS: dict[Kind, int] = {"pages": 64, "tpu": tpu_cache.LANES, "gpu": 64}
+"""Default number of tokens per page."""
 
 MOST_DENSE = 256
 """Maximum capacity of a dense cache on a single CPU. A step reads a longer dense cache in chunks, whose copies take twice as long as reading pages."""
@@ -33,21 +32,18 @@ MOST_DENSE = 256
 def kind_for(
     mesh: Mesh,
     *,
-    page_tokens: int = 0,
-    cache_tokens: int = 0,
     dtype: str = "float32",
-    turns: bool = False,
     capacity: int = 0,
+    paged: bool = False,
     states: Sequence[Paged] = (),
 ) -> Kind:
-    """Returns the kind of cache for a mesh. `turns` is True if responses may leave their slots and keep their cached tokens. On CPU, the cache is paged
-    only if `turns` is True, a page or cache size is set, the dtype is 8-bit, or `capacity` is above `MOST_DENSE` on a single device. `states` are the decoder's states in pages."""
+    """Returns the kind of cache for a mesh. On CPU, the cache is paged only if `paged` is True, the dtype is 8-bit, or `capacity` is above `MOST_DENSE` on a
+    single device. `states` are the decoder's states in pages."""
     platform = mesh.devices.flat[0].platform
     if platform in ("tpu", "gpu") and not without_kernel(mesh, dtype, states):
         return platform
-    asked = page_tokens or cache_tokens or turns or dtype in cache.EIGHT_BITS
-    asked = asked or (capacity > MOST_DENSE and mesh.size == 1)
-    return "slots" if platform == "cpu" and not asked else "pages"
+    paged = paged or dtype in cache.EIGHT_BITS or (capacity > MOST_DENSE and mesh.size == 1)
+    return "slots" if platform == "cpu" and not paged else "pages"
 
 
 def without_kernel(mesh: Mesh, dtype: str, states: Sequence[Paged] = ()) -> str:
@@ -72,14 +68,47 @@ def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) ->
         )
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
 
-    found = Counter[int]()
+    totals = Counter[int]()
     for state in config.paged:
-        found[state.tokens] += size(state)
-    return dict(sorted(found.items(), key=lambda item: item[0] or math.inf, reverse=True))
+        totals[state.tokens] += size(state)
+    return dict(sorted(totals.items(), key=lambda item: item[0] or math.inf, reverse=True))
+
+
+def _pages_at_once(config: DecoderConfig, mesh: Mesh, page_tokens: int, dtype: str) -> int:
+    """Returns the number of pages that a kernel step on a TPU reads in every layer (see `tpu_cache.pages_at_once`)."""
+    tensor = mesh.shape["tensor"]
+    shapes = {(-(-state.kv_heads // tensor), page_tokens, state.head_dim) for state in config.paged}
+    return min(tpu_cache.pages_at_once(*shape, dtype) for shape in shapes)
+
+
+def page_tokens_for(
+    kind: Kind, mesh: Mesh, config: DecoderConfig, *, slots: int, capacity: int, dtype: str
+) -> int:
+    """Returns the number of tokens per page: `PAGE_TOKENS`, doubled on a TPU until the page tables of `slots` slots fit in a core's scalar memory.
+
+    Raises:
+        ValueError: there are too many slots for pages of any size.
+    """
+    if kind != "tpu":
+        return PAGE_TOKENS.get(kind, capacity)
+
+    def most_slots(page_tokens: int) -> int:
+        at_once = _pages_at_once(config, mesh, page_tokens, dtype)
+        slot_bytes = tpu_cache.scalar_bytes(pages_for(capacity, page_tokens), at_once)
+        return tpu_cache.SCALAR_BYTES // slot_bytes * batch_shards(mesh.shape)
+
+    size = PAGE_TOKENS[kind]
+    while most_slots(size) < slots and pages_for(capacity, size) > tpu_cache.LANES:
+        size *= 2
+    if most_slots(size) < slots:
+        raise ValueError(
+            f"the page tables of sampling.slots={slots} do not fit in the scalar memory of a TPU core: set it to {most_slots(size)} or less"
+        )
+    return size
 
 
 def sizes_for(
-    kind: Kind, mesh: Mesh, *, holders: int, capacity: int, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", call_tokens: int = 0,
+    kind: Kind, mesh: Mesh, *, holders: int, capacity: int, page_tokens: int, cache_tokens: int = 0, call_tokens: int = 0,
     token_bytes: Mapping[int, int] | None = None, room: int | None = None,
 ) -> PageSizes:  # fmt: skip
     """Returns the sizes of the cache's page pools.
@@ -89,38 +118,20 @@ def sizes_for(
         mesh: the sampler's mesh.
         holders: number of sequences that can have pages at the same time. One per slot, or more if sequences take turns in the slots.
         capacity: maximum number of tokens in a prompt and its response together.
-        page_tokens: tokens per page. 0 means the platform's default.
+        page_tokens: tokens per page.
         cache_tokens: total number of tokens in all pools of the first page table. 0 means as many tokens as fit on the devices.
-        dtype: dtype of keys and values.
         call_tokens: maximum number of tokens that a call of the engine adds to a sequence.
         token_bytes: the result of `token_bytes`. Each window has a page table. If None, all layers have the window 0.
         room: number of bytes for the cache in a device's memory. None means that every holder gets room for `capacity` tokens.
 
     Raises:
-        ValueError: a pool cannot hold one sequence of `capacity` tokens, the kernel does not support the page size, or a page is longer than any sequence.
+        ValueError: a pool cannot hold one sequence of `capacity` tokens.
     """
     token_bytes = token_bytes or {0: 1}
     windows = tuple(token_bytes)
     if kind == "slots":
         return slot_pages(holders, capacity, windows)
-    pools = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
-    platform = mesh.devices.flat[0].platform
-    size = page_tokens or DEFAULT_PAGE_TOKENS.get(platform, 64)
-    tile = tpu_cache.LANES if dtype in cache.EIGHT_BITS else tpu_cache.tile_rows(dtype)
-    if kind == "tpu" and size % tile:
-        raise ValueError(
-            f"sampling.page_tokens={size} must be a multiple of {tile} for a {dtype} cache on TPU, because TPU memory is tiled; "
-            f"for example {-(-size // tile) * tile}"
-        )
-    if kind == "gpu" and (size < gpu_cache.SMALLEST_PAGE or size & (size - 1)):
-        raise ValueError(
-            f"sampling.page_tokens={size} must be a power of two, at least {gpu_cache.SMALLEST_PAGE}, for the GPU kernel, for example 64"
-        )
-    if page_tokens > (longest := max(capacity, tpu_cache.LANES)):
-        raise ValueError(
-            f"sampling.page_tokens={page_tokens} must be at most {longest}: the longest prompt and response have {capacity} tokens together, "
-            "so the rest of a page would stay empty; lower this value, or leave it out to use the platform's default"
-        )
+    pools, size = batch_shards(mesh.shape), page_tokens
     sizes = PageSizes(
         holders=holders, capacity=capacity, page_tokens=size, pools=pools, pool_pages=0, windows=windows, call_tokens=call_tokens
     )  # fmt: skip
@@ -149,11 +160,7 @@ def cache_for(
     kind: Kind, mesh: Mesh, sizes: PageSizes, config: DecoderConfig, *, cache_dtype: str, compute_dtype: str
 ) -> Cache:
     """Returns the functions of a cache of kind `kind`. Keys and values are stored in `cache_dtype`, and attention products are computed in `compute_dtype`.
-    On any platform other than its own, a kernel runs in the slow interpret mode.
-
-    Raises:
-        ValueError: the key-value heads cannot be split over the mesh.
-    """
+    On any platform other than its own, a kernel runs in the slow interpret mode. Raises ValueError if the key-value heads cannot be split over the mesh."""
     # Latents are not split: the number is 0 if all states are latents.
     kv_heads = math.gcd(*(state.kv_heads for state in config.paged if state.value_dim is None))
     cap, tensor = config.score_cap, mesh.shape["tensor"]
@@ -173,8 +180,7 @@ def cache_for(
     if cap is not None:
         extend = partial(extend, cap=cap)
     if kind == "tpu":
-        shapes = [(state.kv_heads // tensor, sizes.page_tokens, state.head_dim) for state in config.paged]
-        at_once = min(tpu_cache.pages_at_once(*shape, cache_dtype) for shape in shapes)
+        at_once = _pages_at_once(config, mesh, sizes.page_tokens, cache_dtype)
         extend = partial(extend, at_once=at_once)
         reading = partial(reading, at_once=at_once, windows=[state.tokens for state in config.paged])
     if kind != "pages":

@@ -102,17 +102,17 @@ class Sampler:
 
         def more() -> list[list[Request]]:
             if taking is not None:
-                going = taking.continuing(loop.resume)
-                if going or taking.starting or loop.waiting:
-                    return going
+                continuing = taking.continuing(loop.resume)
+                if continuing or taking.starting or loop.waiting:
+                    return continuing
             prompts = draw(self._prefill_prompts)
             check_prompts(prompts, capacity=capacity, max_response_tokens=max_response_tokens)
             groups.update({prompt.ordinal: {} for prompt in prompts})
             new = partial(Request, limit=max_response_tokens, version=version)
-            asked = [[new(prompt, at) for at in range(samples_per_prompt)] for prompt in prompts]
+            requests = [[new(prompt, at) for at in range(samples_per_prompt)] for prompt in prompts]
             if taking is None:
-                return asked
-            taking.start(list(chain.from_iterable(asked)))
+                return requests
+            taking.start(list(chain.from_iterable(requests)))
             return taking.continuing(loop.resume)
 
         park = taking is not None and self._engine.feed_tokens > 0
@@ -221,11 +221,7 @@ class TurnTaking:
 
 
 def check_prompts(prompts: Sequence[Prompt], *, capacity: int, max_response_tokens: int) -> None:
-    """Checks that every prompt leaves room for a response in a slot of `capacity` tokens.
-
-    Raises:
-        ValueError: a prompt is empty or too long.
-    """
+    """Checks that every prompt leaves room for a response in a slot of `capacity` tokens. Raises ValueError if a prompt is empty or too long."""
     for prompt in prompts:
         if not 0 < len(prompt.tokens) <= capacity - max_response_tokens:
             raise ValueError(

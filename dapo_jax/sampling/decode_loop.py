@@ -28,7 +28,7 @@ PARKED: PyTree = object()
 """Used in place of a prefix if the pages of a response already contain its context, except for the tokens to feed."""
 
 _PAUSED: PyTree = object()
-"""Used in place of a prefix for a response that paused. Its logits and states are in the loop's prefix of paused responses, at the index of its row in the page table."""
+"""Used in place of a prefix for a response that paused. Its logits and states are in the loop's parked states, at the index of its row in the page table."""
 
 _DEARER = 4
 """Number of tokens that can be prefilled in the time that it takes to feed one token, which is one decoding step."""
@@ -71,7 +71,7 @@ class DecodeLoop:
         self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look
         self._more, self._prefill_first, self._park = more, prefill_first, park
         self._state = engine.init_decode_state()
-        self._paused: PyTree | None = None
+        self._parked: PyTree | None = None
         self.slots = Slots(engine)
         self.waiting: deque[Request] = deque()
         # New prompts and preempted responses are prefilled separately, so a re-prefill need not wait for the prefill of new prompts.
@@ -108,10 +108,9 @@ class DecodeLoop:
         options = [None if owner is None else owner.options for owner in slots.owners]
         decoding = self._decoding
         if any(options):
-            decoding = decoding_of_slots([None if each is None else each.decoding for each in options])
-        self._state, result = self._engine.generate(
-            self._params, self._state, decoding, min_live, slots.tables, slots.until
-        )
+            decoding = decoding_of_slots([None if option is None else option.decoding for option in options])
+        arguments = decoding, min_live, slots.tables, slots.until
+        self._state, result = self._engine.generate(self._params, self._state, *arguments)
         ended = self._absorb(result)
         self._release()
         return ended
@@ -190,22 +189,23 @@ class DecodeLoop:
         """Starts prefilled responses from the head of the queue while there are free slots and pages, with one `insert` call per prefix and key."""
         batches: dict[tuple[int, int], tuple[PyTree, Any, list[tuple[Request, int, list[Fill]]]]] = {}
         while self.waiting and (prefix := (request := self.waiting[0]).prefix) is not None:
-            if (taken := self.slots.take(request, self.waiting)) is None:
+            if (slot_and_fills := self.slots.take(request, self.waiting)) is None:
                 break
             key = None if request.options is None else request.options.key
-            batches.setdefault((id(prefix), id(key)), (prefix, key, []))[2].append((request, *taken))
+            batches.setdefault((id(prefix), id(key)), (prefix, key, []))[2].append((request, *slot_and_fills))
             self.waiting.popleft()
         self._release()
         for prefix, key, batch in batches.values():
             requests = [request for request, _, _ in batch]
             if prefix is _PAUSED:
-                prefix = self._paused
+                prefix = self._parked
             elif prefix is PARKED:
                 lengths = [request.length - len(request.fed) for request in requests]
-                held = self._paused if self._engine.parks_states else None
-                prefix = self._engine.parked(lengths, held, [request.row or 0 for request in requests])
-                for place, request in enumerate(requests):
-                    request.place = place
+                parked = self._parked if self._engine.parks_states else None
+                rows = [request.row or 0 for request in requests]
+                prefix = self._engine.parked_prefix(lengths, parked, rows)
+                for index, request in enumerate(requests):
+                    request.place = index
             integers = partial(np.array, dtype=np.int32)
             insertion = Insertion(
                 slots=integers([slot for _, slot, _ in batch]),
@@ -259,7 +259,7 @@ class DecodeLoop:
             stopped = cut is not None or int(request.record.ids[-1]) in self._engine.stop_ids
             ended.append((request, "stop" if stopped else "length"))
         if parked and self._engine.parks_states:
-            self._paused = self._engine.paused(self._state, self._paused, list(parked), list(parked.values()))
+            self._parked = self._engine.park(self._state, self._parked, list(parked), list(parked.values()))
         return ended
 
     def _put_aside(self) -> None:
@@ -275,5 +275,5 @@ class DecodeLoop:
             slots.park(slot)
             assert request.row is not None
             request.prefix, request.place = _PAUSED, request.row
-        places = [request.place for _, request in pausing]
-        self._paused = self._engine.paused(self._state, self._paused, [slot for slot, _ in pausing], places)
+        rows = [request.place for _, request in pausing]
+        self._parked = self._engine.park(self._state, self._parked, [slot for slot, _ in pausing], rows)

@@ -58,11 +58,8 @@ def decoding(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) ->
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """The decoding options of one response, on the host. Temperature 0 is greedy; top-p 1 and top-k 0 or -1 keep the whole distribution.
-
-    Raises:
-        ValueError: the temperature is neither 0 nor in [1e-3, 1e3], top-p is not in (0, 1], or top-k is below -1 or at least 2^31.
-    """
+    """The decoding options of one response, on the host. Temperature 0 is greedy; top-p 1 and top-k 0 or -1 keep the whole distribution. Raises ValueError if
+    the temperature is neither 0 nor in [1e-3, 1e3], top-p is not in (0, 1], or top-k is below -1 or at least 2^31."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -85,11 +82,11 @@ def decoding_of_slots(options: Sequence[DecodingOptions | None]) -> Decoding:
     The options of one slot do not change another slot's tokens, not even in the last bit, because the same program samples for all slots.
     """
     free = DecodingOptions()
-    of_slots = [each or free for each in options]
+    of_slots = [slot or free for slot in options]
     return Decoding(
-        np.array([each.temperature for each in of_slots], np.float32),
-        np.array([each.top_p for each in of_slots], np.float32),
-        np.array([max(each.top_k, 0) for each in of_slots], np.int32),
+        np.array([slot.temperature for slot in of_slots], np.float32),
+        np.array([slot.top_p for slot in of_slots], np.float32),
+        np.array([max(slot.top_k, 0) for slot in of_slots], np.int32),
         truncated=True,
     )
 
@@ -102,9 +99,8 @@ def response_keys(
 ) -> Key[Array, " responses"]:
     """Returns one key per response, folded from the prompt's ordinal and the response's index in its group. Each turn of an episode has its own key; the
     first turn has the same key as a response without turns."""
-    keys = jax.vmap(lambda ordinal, index: jax.random.fold_in(jax.random.fold_in(key, ordinal), index))(
-        ordinals, indices
-    )
+    fold = jax.random.fold_in
+    keys = jax.vmap(lambda ordinal, index: fold(fold(key, ordinal), index))(ordinals, indices)
     if turns is None:
         return keys
     # Positions are folded into these keys next. The number folded in here is larger than any position, so no keys coincide.
@@ -121,7 +117,7 @@ def truncate(
     (Holtzman et al. 2020). Ties are broken by token id.
     """
     # Logits are compared with a threshold, because sorting 49,152 entries takes longer than the forward pass of a 135M-parameter model.
-    top_p, top_k = (jnp.broadcast_to(each, logits.shape[:1]) for each in (top_p, top_k))
+    top_p, top_k = (jnp.broadcast_to(value, logits.shape[:1]) for value in (top_p, top_k))
     few, cut = top_k > 0, top_p < 1.0
     logits = jax.lax.cond(
         few.any(), lambda: jnp.where(few[:, None], _likeliest(logits, top_k), logits), lambda: logits
@@ -156,16 +152,15 @@ def _crossing(probabilities: _Scores, top_p: _SlotFloats) -> _SlotFloats:
     mass = jnp.cumsum(listed, axis=-1)
 
     def among_them() -> _SlotFloats:
-        return jnp.take_along_axis(listed, jnp.argmax(mass >= top_p[:, None], axis=-1)[:, None], axis=-1)[
-            :, 0
-        ]
+        column = jnp.argmax(mass >= top_p[:, None], axis=-1)[:, None]
+        return jnp.take_along_axis(listed, column, axis=-1)[:, 0]
 
     def among_all() -> _SlotFloats:
-        def enough(taken: _Masks) -> _SlotMask:
-            return jnp.where(taken, probabilities, 0.0).sum(-1) >= top_p
+        def enough(mask: _Masks) -> _SlotMask:
+            return jnp.where(mask, probabilities, 0.0).sum(-1) >= top_p
 
-        found = _threshold(_ordered(probabilities), enough)
-        return jax.lax.bitcast_convert_type(found & jnp.uint32(2**31 - 1), jnp.float32)
+        threshold = _threshold(_ordered(probabilities), enough)
+        return jax.lax.bitcast_convert_type(threshold & jnp.uint32(2**31 - 1), jnp.float32)
 
     return jax.lax.cond((mass[:, -1] >= top_p).all(), among_them, among_all)
 
@@ -181,9 +176,9 @@ def _threshold(keys: _Bits, enough: Callable[[_Masks], _SlotMask]) -> _SlotBits:
     """Returns, for each slot, the highest threshold such that the mask of keys at or above it satisfies `enough`, or 0 if no threshold does. The threshold
     is found bit by bit, starting with the highest bit."""
 
-    def next_bit(place: Array, found: _SlotBits) -> _SlotBits:
-        trial = found | jnp.uint32(1 << 31) >> place.astype(jnp.uint32)
-        return jnp.where(enough(keys >= trial[:, None]), trial, found)
+    def next_bit(bit: Array, threshold: _SlotBits) -> _SlotBits:
+        trial = threshold | jnp.uint32(1 << 31) >> bit.astype(jnp.uint32)
+        return jnp.where(enough(keys >= trial[:, None]), trial, threshold)
 
     return jax.lax.fori_loop(0, 32, next_bit, jnp.zeros(keys.shape[0], jnp.uint32))
 
@@ -211,9 +206,9 @@ def draw(
     Inverse transform sampling turns two uniform random numbers into a token: one selects a block of the vocabulary, the other an entry of the block. A single
     number would have to be rescaled to select within the block, and its rounding error would be as large as the mass of thousands of unlikely tokens.
     """
-    given = jnp.broadcast_to(decoding.temperature, logits.shape[:1])
-    greedy = given == 0.0
-    scaled = logits / jnp.where(greedy, jnp.float32(1.0), given)[:, None]
+    temperature = jnp.broadcast_to(decoding.temperature, logits.shape[:1])
+    greedy = temperature == 0.0
+    scaled = logits / jnp.where(greedy, jnp.float32(1.0), temperature)[:, None]
     tempered = _blocks(scaled)
     peaks = tempered.max(-1)
     top = peaks.max(-1)

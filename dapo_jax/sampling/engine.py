@@ -27,13 +27,14 @@ from dapo_jax.models.projections import rope_tables
 from dapo_jax.models.rope import RopeTables
 from dapo_jax.numerics.quantization import Quantized
 from dapo_jax.parallel.gpu_settings import DECODING_OPTIONS
-from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.mesh import BATCH_AXES, batch_shards
 from dapo_jax.parallel.training_layout import SamplerLayout
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.caches import cache_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
-from dapo_jax.sampling.engine_spec import BLOCK_SLOTS, EngineSpec, batch_devices
+from dapo_jax.sampling.engine_spec import BLOCK_SLOTS, EngineSpec
 from dapo_jax.sampling.interface import Insertion, ResultTokens
+from dapo_jax.sampling.parked_states import ParkedStates, first, no_parked_states, park, rows_of
 from dapo_jax.sampling.prefill import Known, Prefill, Prefix, Read
 
 
@@ -81,15 +82,11 @@ class DecoderEngine:
     """The engine (`interface.Engine`) for `dapo_jax.models.decoder`, on one mesh."""
 
     def __init__(self, config: DecoderConfig, mesh: Mesh, spec: EngineSpec) -> None:
-        """Builds the programs for one mesh.
-
-        Raises:
-            ValueError: the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one
-                sequence (with `batch_invariant`: all sequences).
-        """
+        """Builds the programs for one mesh. Raises ValueError if the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum
+        position, or the cache cannot hold one sequence (with `batch_invariant`: all sequences)."""
         spec.check(config, mesh)
         config = config.for_length(spec.capacity)
-        self._spread = spread = batch_devices(mesh)
+        self._spread = spread = batch_shards(mesh.shape)
         self._blocks = spec.slots // (spread * BLOCK_SLOTS) if spec.batch_invariant else 0
         self.slots, self.capacity, self.stop_ids = spec.slots, spec.capacity, tuple(spec.stop_ids)
         self.steps_per_call = spec.steps_per_call
@@ -105,9 +102,8 @@ class DecoderEngine:
         kind = spec.cache_kind(mesh, config)
         self.token_bytes: dict[int, int] = token_bytes(config, mesh, dtype=spec.stored_dtype, kind=kind)
         """Size in bytes, per device, of one token in the KV cache of the layers with each table, with the heads sharded over the devices."""
-        self.page_sizes = spec.page_sizes(
-            mesh, kind, self.token_bytes, holders=holders, call_tokens=spec.steps_per_call + self.feed_tokens
-        )
+        added = spec.steps_per_call + self.feed_tokens
+        self.page_sizes = spec.page_sizes(config, mesh, holders=holders, call_tokens=added)
         self._tables = tuple(self.page_sizes.table_of(state.tokens) for state in config.paged)
         if spec.batch_invariant and self.page_sizes.runs_out:
             raise ValueError(
@@ -117,14 +113,14 @@ class DecoderEngine:
             )
 
         def blocks(layout: SamplerLayout) -> dict[str, nnx.GraphDef[Block]]:
-            how: Any = {"compute_dtype": spec.compute_dtype, "layout": layout}
-            made = nnx.eval_shape(
+            options: Any = {"compute_dtype": spec.compute_dtype, "layout": layout}
+            shapes = nnx.eval_shape(
                 lambda: {
-                    stack: Block(config, kind, rngs=nnx.Rngs(0), **how)
+                    stack: Block(config, kind, rngs=nnx.Rngs(0), **options)
                     for stack, kind in config.stacks.items()
                 }
             )
-            return {name: nnx.split(block)[0] for name, block in made.items()}
+            return {name: nnx.split(block)[0] for name, block in shapes.items()}
 
         self._graphs = blocks(SamplerLayout(mesh, by_slot=True))
         ends = partial(EmbeddingAndHead, config, compute_dtype=spec.compute_dtype)
@@ -159,14 +155,16 @@ class DecoderEngine:
         self.state_structs = self._init.eval_shape()
         self._fill = jax.jit(self._fill_program, donate_argnums=1, out_shardings=state.layers)
         self._insert = jax.jit(self._insert_program, donate_argnums=1, out_shardings=state)
-        held = (whole, whole, states)
-        self._none_paused = jax.jit(self._none_paused_program, out_shardings=held)
-        self._parked = jax.jit(self._parked_program, out_shardings=states)
-        self._paused = jax.jit(self._paused_program, donate_argnums=0, out_shardings=held)
+        parked = ParkedStates(logits=whole, lengths=whole, states=states)
+        sizes = self._config, self.page_sizes.holders, self._dtype
+        none_parked = partial(no_parked_states, *sizes, with_logits=self._takes_turns)
+        self._none_parked = jax.jit(none_parked, out_shardings=parked)
+        self._parked_rows = jax.jit(rows_of, out_shardings=states)
+        self._park = jax.jit(park, donate_argnums=0, out_shardings=parked)
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         generate = partial(jax.jit, self._generate_program, donate_argnums=1, out_shardings=(state, whole))
         options = DECODING_OPTIONS if self._fixed_steps else (None, None)
-        self._generate = [generate(compiler_options=each) for each in options]
+        self._generate = [generate(compiler_options=settings) for settings in options]
 
     def init_decode_state(self) -> DecodeState:
         return self._init()
@@ -178,7 +176,7 @@ class DecoderEngine:
         return self._read(params, prompts, routes, score=score)
 
     def insert(
-        self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
+        self, prefix: Prefix | ParkedStates, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
         """Inserts prefilled prompts into slots. One program inserts all responses and writes up to `slots` pages. Another program writes any further pages."""
         fills = [(fill.table, prompt, fill.first, fill.page) for prompt, fill in insertion.fills]
@@ -195,47 +193,44 @@ class DecoderEngine:
 
     def _pages(self, by_table: Sequence[np.ndarray], start: int) -> tuple[tuple[np.ndarray, np.int32], ...]:
         """Pads up to `slots` columns of each page table, from index `start` on. A column is (prompt, first token, page). Also returns the numbers of columns."""
-        parts = [columns[:, start : start + self.slots] for columns in by_table]
-        return tuple((self._padded(part), np.int32(part.shape[1])) for part in parts)
+        by_table = [columns[:, start : start + self.slots] for columns in by_table]
+        return tuple((self._padded(of_table), np.int32(of_table.shape[1])) for of_table in by_table)
 
     def _feeding(self, fed: Sequence[Int[np.ndarray, " _"]]) -> tuple[np.ndarray, ...]:
         """Returns the tokens to feed, right-aligned, and their counts, or () if the engine does not feed tokens."""
         if not self.feed_tokens:
             return ()
         tokens, counts = np.zeros((self.slots, self.feed_tokens), np.int32), np.zeros(self.slots, np.int32)
-        for row, each in enumerate(fed):
-            tokens[row, self.feed_tokens - len(each) :], counts[row] = each, len(each)
+        for row, new in enumerate(fed):
+            tokens[row, self.feed_tokens - len(new) :], counts[row] = new, len(new)
         return tokens, counts
 
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         return self._release(state, self._padded(np.array(slots, np.int32)), np.int32(len(slots)))
 
-    def paused(
-        self, state: DecodeState, prefix: Prefix | None, slots: Sequence[int], rows: Sequence[int]
-    ) -> Prefix:
-        held = self._none_paused() if prefix is None else self._waiting(prefix)
+    def park(
+        self, state: DecodeState, parked: ParkedStates | None, slots: Sequence[int], rows: Sequence[int]
+    ) -> ParkedStates:
+        parked = self._none_parked() if parked is None else parked
         places = self._padded(np.array([slots, rows], np.int32)), np.int32(len(slots))
-        held = self._paused(held, self._waiting(state), *places)
-        return self._of_paused(held, np.zeros(self.page_sizes.holders, np.int32))
+        return self._park(parked, self._of_slots(state), *places)
 
-    def _waiting(self, source: DecodeState | Prefix) -> tuple[Any, ...]:
-        """Returns the arrays that `paused` copies. Parked responses need no logits."""
-        return source.logits if self._takes_turns else (), source.lengths, source.states
-
-    def _of_paused(self, held: tuple[Any, ...], zeros: Any) -> Prefix:
-        logits, lengths, states = held
-        return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths, states=states)
+    def _of_slots(self, state: DecodeState) -> ParkedStates:
+        """Returns the arrays that `park` copies. Responses that are fed before they sample need no logits."""
+        logits = state.logits if self._takes_turns else ()
+        return ParkedStates(logits=logits, lengths=state.lengths, states=state.states)
 
     @property
-    def paused_structs(self) -> tuple[Any, ...]:
-        """The shapes of the arrays for paused and parked responses, or () if each of their responses has a slot or only pages."""
-        return self._none_paused.eval_shape() if self._takes_turns or self.parks_states else ()
+    def parked_structs(self) -> ParkedStates | None:
+        """The shapes of the parked states, or None if each response outside the slots needs only its pages."""
+        return self._none_parked.eval_shape() if self._takes_turns or self.parks_states else None
 
-    def parked(self, lengths: Sequence[int], prefix: Prefix | None, rows: Sequence[int]) -> Prefix:
-        """Implements `Engine.parked`. The logits are placeholders, because feeding tokens computes new logits."""
-        zeros, held = np.zeros(self.slots, np.int32), self._padded(np.array(lengths))
-        states = () if prefix is None else self._parked(prefix.states, self._padded(np.array(rows)))
-        return self._of_paused((self._no_logits, held, states), zeros)
+    def parked_prefix(
+        self, lengths: Sequence[int], parked: ParkedStates | None, rows: Sequence[int]
+    ) -> ParkedStates:
+        """Implements `Engine.parked_prefix`. The logits are placeholders, because feeding tokens computes new logits."""
+        states = () if parked is None else self._parked_rows(parked.states, self._padded(np.array(rows)))
+        return ParkedStates(logits=self._no_logits, lengths=self._padded(np.array(lengths)), states=states)
 
     @cached_property
     def _no_logits(self) -> Array:
@@ -268,36 +263,34 @@ class DecoderEngine:
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
         positions = jax.ShapeDtypeStruct((self.capacity,), jnp.int32)
         rope = self._angles.eval_shape(positions, self._config)
-        (programs, prefixes), decode = self._read.programs(params, again=again), self._generate_with(params)
-        made = {
+        prefill, of_prompts = self._read.programs(params, again=again)
+        decode, prefixes = self._generate_with(params), dict[str, Any](of_prompts)
+        lowered = {
             "init": self._init.lower,
             "generate": partial(decode.lower, params, state, rope, decoding, number, tables, column),
             "release": partial(self._release.lower, state, column, number),
-            **programs,
+            **prefill,
         }
-        if held := self.paused_structs:
+        if parked := self.parked_structs:
             places = jax.ShapeDtypeStruct((2, slots), jnp.int32)
-            made["none_paused"] = self._none_paused.lower
-            made["paused"] = partial(self._paused.lower, held, self._waiting(state), places, number)
+            lowered["none_paused"] = self._none_parked.lower
+            lowered["paused"] = partial(self._park.lower, parked, self._of_slots(state), places, number)
         if self._takes_turns:
-            all_rows = jax.ShapeDtypeStruct((self.page_sizes.holders,), jnp.int32)
-            prefixes["paused"] = self._of_paused(held, all_rows)
+            prefixes["paused"] = parked
         if self.feed_tokens:
-            one = jax.ShapeDtypeStruct((1, *state.logits.shape[1:]), state.logits.dtype, sharding=self._whole)
-            prefix = Prefix(layers=(), logits=one, rows=column, starts=column, lengths=column)
-            if self.parks_states:
-                made["parked"] = partial(self._parked.lower, held[2], column)
-                prefix = replace(prefix, states=self._parked.eval_shape(held[2], column))
-            prefixes["parked"] = prefix
+            row = jax.ShapeDtypeStruct((1, *state.logits.shape[1:]), state.logits.dtype, sharding=self._whole)
+            states: tuple[Any, ...] = ()
+            if parked and self.parks_states:
+                lowered["parked"] = partial(self._parked_rows.lower, parked.states, column)
+                states = self._parked_rows.eval_shape(parked.states, column)
+            prefixes["parked"] = ParkedStates(logits=row, lengths=column, states=states)
         fed = jax.ShapeDtypeStruct((self.slots, self.feed_tokens), jnp.int32)
-        feeding = (fed, column) if self.feed_tokens else ()
+        arrays = (rows, fed, column) if self.feed_tokens else (rows,)
         for name, prefix in prefixes.items():
             if prefix.layers and self.page_sizes.table_pages > 1:
-                made[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, pages)
-            made[f"insert_{name}"] = partial(
-                self._insert.lower, prefix, state, pages, (rows, *feeding), number, key
-            )
-        return made
+                lowered[f"fill_{name}"] = partial(self._fill.lower, prefix, state.layers, pages)
+            lowered[f"insert_{name}"] = partial(self._insert.lower, prefix, state, pages, arrays, number, key)
+        return lowered
 
     @cached_property
     def _rope(self) -> tuple[RopeTables, ...]:
@@ -337,29 +330,32 @@ class DecoderEngine:
         for table, ((prompts, firsts, pages), count) in enumerate(fills):
             columns = pages, prefix.rows[prompts], prefix.starts[prompts] + firsts
 
-            def one(i: Array, own: dict[int, Any], columns: tuple[Array, ...] = columns) -> dict[int, Any]:
-                pairs = ((layer, cache, prefix.layers[layer]) for layer, cache in own.items())
+            def fill(
+                i: Array, caches: dict[int, Any], columns: tuple[Array, ...] = columns
+            ) -> dict[int, Any]:
+                pairs = ((layer, cache, prefix.layers[layer]) for layer, cache in caches.items())
                 return {
                     layer: self._cache.fill(*pair, *(column[i] for column in columns))
                     for layer, *pair in pairs
                 }
 
-            own = {layer: cache for layer, cache in filled.items() if self._tables[layer] == table}
+            caches = {layer: cache for layer, cache in filled.items() if self._tables[layer] == table}
             # A loop of in-place slice updates, because a scatter of whole prompts is several times slower on CPU.
-            filled |= lax.fori_loop(0, count, one, own)
+            filled |= lax.fori_loop(0, count, fill, caches)
         return tuple(filled.values())
 
     def _insert_program(
         self,
-        prefix: Prefix,
+        prefix: Any,
         state: DecodeState,
         pages: tuple[tuple[Int[Array, "3 slots"], Array], ...],
         arrays: tuple[Array, ...],
         count: Array,
         key: PRNGKeyArray,
     ) -> DecodeState:
+        """Puts responses into slots. `prefix` is a `Prefix` or `ParkedStates`."""
         (slots, prompts, ordinals, indices, limits, drawn, turns), *feeding = arrays
-        at = self._first(slots, count, self.slots)
+        at = first(slots, count, self.slots)
 
         def put(name: str, new: Array) -> Array:
             return getattr(state, name).at[at].set(new, mode="drop", unique_indices=True)
@@ -380,32 +376,9 @@ class DecoderEngine:
             **{name: put(name, new) for name, new in zip(("fed", "to_feed"), feeding, strict=False)},
         )
 
-    def _none_paused_program(self) -> tuple[Any, ...]:
-        config, rows = self._config, self.page_sizes.holders
-        states = tuple(state.empty(rows, self._dtype) for state in config.fixed)
-        logits = jnp.zeros((rows, config.vocab_rows), jnp.float32) if self._takes_turns else ()
-        return logits, jnp.zeros(rows, jnp.int32), states
-
-    def _parked_program(self, states: tuple[Any, ...], rows: Int[Array, " slots"]) -> tuple[Any, ...]:
-        return jax.tree.map(lambda held: held[rows], states)
-
-    def _paused_program(
-        self, held: tuple[Any, ...], state: tuple[Any, ...], places: Int[Array, "2 slots"], count: Array
-    ) -> tuple[Any, ...]:
-        slots, rows = places
-        at = self._first(rows, count, self.page_sizes.holders)
-        return jax.tree.map(
-            lambda into, new: into.at[at].set(new[slots], mode="drop", unique_indices=True), held, state
-        )
-
     def _release_program(self, state: DecodeState, slots: Array, count: Array) -> DecodeState:
-        at = self._first(slots, count, self.slots)
+        at = first(slots, count, self.slots)
         return replace(state, live=state.live.at[at].set(False, mode="drop", unique_indices=True))
-
-    def _first(self, numbers: Array, count: Array, size: int) -> Array:
-        """Replaces all entries after the first `count` with distinct numbers of `size` or more, so that updates with mode="drop" skip them."""
-        place = jnp.arange(self.slots, dtype=jnp.int32)
-        return jnp.where(place < count, numbers, size + place)
 
     def _generate_program(
         self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], decoding: Decoding, min_live: Array, tables: tuple[Array, ...], until: Array
@@ -427,12 +400,12 @@ class DecoderEngine:
             state, drawn = carry
             mine = partial(self._of_block, index=index)
             slots = replace(jax.tree.map(mine, replace(state, layers=())), layers=state.layers)
-            own = jax.tree.map(lambda leaf: mine(leaf) if jnp.ndim(leaf) else leaf, decoding)
+            options = jax.tree.map(lambda leaf: mine(leaf) if jnp.ndim(leaf) else leaf, decoding)
             share = self._drawing(slots, mine(until)).sum(dtype=jnp.int32)
             # A block returns once its fraction of free slots reaches the fraction that `min_live` requires over all slots.
             least = (share * min_live + total - 1) // total
-            part = call._replace(tables=tuple(map(mine, tables)), until=mine(until))
-            slots, new = self._generated(part, slots, own, least)
+            of_block = call._replace(tables=tuple(map(mine, tables)), until=mine(until))
+            slots, new = self._generated(of_block, slots, options, least)
             put = partial(self._with_block, index=index)
             rest = jax.tree.map(put, replace(state, layers=()), replace(slots, layers=()))
             return replace(rest, layers=slots.layers), {name: put(drawn[name], new[name]) for name in drawn}
@@ -443,12 +416,12 @@ class DecoderEngine:
     def _of_block(self, slots: Array, index: Array) -> Array:
         """Selects the entries of one block from an array over all slots. On each device, a block is a range of adjacent slots."""
         devices = slots.reshape(self._spread, -1, *slots.shape[1:])
-        part = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
-        return part.reshape(-1, *slots.shape[1:])
+        new = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
+        return new.reshape(-1, *slots.shape[1:])
 
-    def _with_block(self, slots: Array, part: Array, index: Array) -> Array:
+    def _with_block(self, slots: Array, new: Array, index: Array) -> Array:
         """Returns an array over all slots in which `part` replaces the entries of one block."""
-        devices, block = (whole.reshape(self._spread, -1, *whole.shape[1:]) for whole in (slots, part))
+        devices, block = (whole.reshape(self._spread, -1, *whole.shape[1:]) for whole in (slots, new))
         whole = lax.dynamic_update_slice_in_dim(devices, block, index * BLOCK_SLOTS, axis=1)
         return whole.reshape(slots.shape)
 
@@ -469,7 +442,7 @@ class DecoderEngine:
     ) -> tuple[DecodeState, dict[str, Array]]:
         """Runs the decoding steps of one call for the slots in `state`. Returns the new state and the sampled tokens."""
 
-        def going(carry: _Carry) -> Array:
+        def continues(carry: _Carry) -> Array:
             step, state, _ = carry
             if self._fixed_steps:
                 return step < self.steps_per_call
@@ -495,7 +468,7 @@ class DecoderEngine:
             return following, state, written_so_far
 
         start = (jnp.zeros((), jnp.int32), state, self._blank(len(state.live)))
-        _, state, drawn = lax.while_loop(going, advance, start)
+        _, state, drawn = lax.while_loop(continues, advance, start)
         return state, drawn
 
     def _after(self, buffer: Array, column: Array, valid: Array, state: DecodeState) -> Array:
@@ -526,13 +499,13 @@ class DecoderEngine:
         # The forward pass is skipped once all responses have ended. If a slot only pauses, it still needs logits for its next token.
         # The last token of a turn is fed before the next turn, so the state of a parked response must not contain it.
         processing = drawing & live if self.parks_states else drawing
-        given = call.params, state, call.rope, call.tables, processing, tokens
+        arguments = call.params, state, call.rope, call.tables, processing, tokens
         if self._fixed_steps:
-            state, routes = self._forward(*given)
+            state, routes = self._forward(*arguments)
         else:
             nothing = None if self._routes is None else self._no_routes(len(tokens))
             state, routes = lax.cond(
-                (live & drawing).any(), self._forward, lambda _, state, *__: (state, nothing), *given
+                (live & drawing).any(), self._forward, lambda _, state, *__: (state, nothing), *arguments
             )
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live, **fed}
         return replace(state, **lax.with_sharding_constraint(counts, self._rows)), routes
@@ -543,7 +516,7 @@ class DecoderEngine:
         """Appends one token to the KV cache of each slot in `drawing`. Returns the state with the logits of the next tokens, and the record of the tokens' experts."""
         outer = nnx.merge(self._ends, params["ends"])
         config = self._config
-        ropes = jax.tree.map(lambda part: part[:, state.lengths], rope)
+        ropes = jax.tree.map(lambda table: table[:, state.lengths], rope)
         x, chosen, news = outer.embed(tokens), [], dict[int, tuple[Array | None, ...]]()
         inputs = outer.layer_inputs(tokens, x)
         steps = [self._cache.reading(table, state.lengths, drawing) for table in tables]
@@ -567,13 +540,13 @@ class DecoderEngine:
             options = form.options if isinstance(form, Paged) else {}
             step = DecodingStep(states.get(source), drawing, partial(extend, source, **options))
             attend: Any = mixer and mixer.step(config, step, **config.data(index))
-            turn = config.rope_of_layer[index] if config.rope_of_layer else 0
-            own_inputs = None if inputs is None else inputs[index]
-            x, after, own = nnx.merge(self._graphs[stack], weights)(x, ropes[turn], attend, None, own_inputs)
+            rope_index = config.rope_of_layer[index] if config.rope_of_layer else 0
+            given = ropes[rope_index], attend, None, None if inputs is None else inputs[index]
+            x, after, choice = nnx.merge(self._graphs[stack], weights)(x, *given)
             x = lax.with_sharding_constraint(x, self._columns)
             if form is not None:
                 states[source] = after
-            chosen += [] if own is None else [own]
+            chosen += [] if choice is None else [choice]
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)

@@ -1,15 +1,14 @@
 """The sizes and options of a decoding engine."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.parallel.mesh import BATCH_AXES
-from dapo_jax.sampling.caches import Kind, kind_for, sizes_for
-from dapo_jax.sampling.page_tables import PageSizes
+from dapo_jax.parallel.mesh import batch_shards
+from dapo_jax.sampling.cache_sizes import PageSizes
+from dapo_jax.sampling.caches import Kind, kind_for, page_tokens_for, sizes_for, token_bytes
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
 _ROWS, _TOKENS = 4, 4096
@@ -36,8 +35,10 @@ class EngineSpec:
     cache_dtype: str = ""
     """Dtype of keys and values. Defaults to `compute_dtype`."""
     page_tokens: int = 0
+    """Number of tokens per page: on a TPU a multiple of 16, or of 128 for an 8-bit cache; on a GPU a power of two, 16 or more. Defaults to
+    `caches.page_tokens_for`."""
     cache_tokens: int = 0
-    """Tokens per page, and tokens of the whole cache (see `caches.sizes_for`)."""
+    """Number of tokens of the whole cache (see `caches.sizes_for`)."""
     cache_bytes: int | None = None
     """Size of the cache in bytes on each device, used if `cache_tokens` is 0. If None, the cache has room for all slots at full length."""
     cache: Kind | None = None
@@ -72,28 +73,27 @@ class EngineSpec:
         return self.has_turns and not self.batch_invariant
 
     def cache_kind(self, mesh: Mesh, config: DecoderConfig) -> Kind:
-        """Returns the kind of cache of a decoder on a mesh."""
+        """Returns the kind of cache of a decoder on a mesh. Sequences that leave their slots keep their pages."""
         leaves_slots = self.in_flight > 0 or self.batch_invariant or self.has_turns
-        sizes = {
-            "page_tokens": self.page_tokens,
-            "cache_tokens": self.cache_tokens,
-            "capacity": self.capacity,
-            "states": config.paged,
-        }
-        return self.cache or kind_for(mesh, **sizes, dtype=self.stored_dtype, turns=leaves_slots)
+        paged = leaves_slots or self.page_tokens > 0 or self.cache_tokens > 0
+        sizes = {"capacity": self.capacity, "paged": paged, "states": config.paged}
+        return self.cache or kind_for(mesh, dtype=self.stored_dtype, **sizes)
 
-    def page_sizes(
-        self, mesh: Mesh, kind: Kind, token_bytes: Mapping[int, int], *, holders: int, call_tokens: int
-    ) -> PageSizes:
+    def page_sizes(self, config: DecoderConfig, mesh: Mesh, *, holders: int, call_tokens: int) -> PageSizes:
         """Returns the sizes of the pages for `holders` sequences (see `caches.sizes_for`)."""
+        kind, dtype, capacity = self.cache_kind(mesh, config), self.stored_dtype, self.capacity
+        slots = BLOCK_SLOTS * batch_shards(mesh.shape) if self.batch_invariant else self.slots
+        tokens = self.page_tokens or page_tokens_for(
+            kind, mesh, config, slots=slots, capacity=capacity, dtype=dtype
+        )
         return sizes_for(
-            kind, mesh, holders=holders, capacity=self.capacity, page_tokens=self.page_tokens, cache_tokens=self.cache_tokens, dtype=self.stored_dtype,
-            room=self.cache_bytes, token_bytes=token_bytes, call_tokens=call_tokens,
+            kind, mesh, holders=holders, capacity=capacity, page_tokens=tokens, cache_tokens=self.cache_tokens, room=self.cache_bytes,
+            token_bytes=token_bytes(config, mesh, dtype=dtype, kind=kind), call_tokens=call_tokens,
         )  # fmt: skip
 
     def check(self, config: DecoderConfig, mesh: Mesh) -> None:
         """Raises ValueError if the slots cannot be split evenly over the mesh, or sequences are longer than the model's maximum position."""
-        spread = batch_devices(mesh)
+        spread = batch_shards(mesh.shape)
         if self.slots % spread:
             raise ValueError(
                 f"sampling.slots={self.slots} must be a multiple of parallel.data x parallel.fsdp = {spread}, "
@@ -110,8 +110,3 @@ class EngineSpec:
                 f"prompt and response need {self.capacity} positions, but the model has {config.max_positions}; "
                 "lower data.max_prompt_tokens or sampling.max_response_tokens"
             )
-
-
-def batch_devices(mesh: Mesh) -> int:
-    """Returns the number of groups of devices over which slots are split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -61,13 +61,13 @@ def without_kernel(device: Any, dtype: str) -> str:
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> LayerCache:
-    made = plain.empty(pages, kv_heads, page_tokens, head_dim, dtype)
-    return replace(made, keys=made.values)
+    cache = plain.empty(pages, kv_heads, page_tokens, head_dim, dtype)
+    return replace(cache, keys=cache.values)
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCache:
-    made = plain.of_rows(keys, values, rows, dtype)
-    return replace(made, keys=made.keys.swapaxes(2, 3))
+    cache = plain.of_rows(keys, values, rows, dtype)
+    return replace(cache, keys=cache.keys.swapaxes(2, 3))
 
 
 fill = partial(plain.fill, keys_axis=2)
@@ -91,11 +91,8 @@ def extend(
     cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Queries, LayerCache]:
-    """Implements `paged_cache.extend`. Tokens before a window are not read. Products are computed in `dtype` and summed in float32.
-
-    Raises:
-        ValueError: Triton's code cannot address the keys of an 8-bit cache, because Pallas computes positions in 32 bits with a sign up to a size of 2^32 bytes.
-    """
+    """Implements `paged_cache.extend`. Tokens before a window are not read. Products are computed in `dtype` and summed in float32. Raises ValueError if
+    Triton's code cannot address the keys of an 8-bit cache, because Pallas computes positions in 32 bits with a sign up to a size of 2^32 bytes."""
     from jax.experimental.pallas import triton
 
     (_, kv_heads, page_tokens, head_dim), slots, kept = cache.keys.shape, len(now.live), cache.keys.dtype
@@ -126,7 +123,7 @@ def extend(
         in_specs=jax.tree.map(lambda _: anywhere, arguments),
         out_specs=jax.tree.map(lambda _: anywhere, results),
         out_shape=results,
-        input_output_aliases={3 + pools // 2 + place: 2 + place for place in range(pools)},
+        input_output_aliases={3 + pools // 2 + index: 2 + index for index in range(pools)},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="extend",

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.decoding import Decoding
-from dapo_jax.sampling.page_tables import Fill, PageSizes
+from dapo_jax.sampling.page_tables import Fill
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +66,7 @@ class Engine(Protocol):
     """Maximum number of tokens to feed to a response that kept its pages and gets a slot again. If 0, such a response is re-prefilled instead."""
 
     parks_states: bool
-    """Whether a response that keeps its pages outside the slots also needs its recurrent states, which `paused` copies."""
+    """Whether a response that keeps its pages outside the slots also needs its recurrent states, which `park` copies."""
 
     def init_decode_state(self) -> PyTree:
         """Returns a state in which every slot is free."""
@@ -103,18 +104,16 @@ class Engine(Protocol):
         """
         ...
 
-    def paused(
-        self, state: PyTree, prefix: PyTree | None, slots: Sequence[int], rows: Sequence[int]
-    ) -> PyTree:
-        """Copies the logits and states of fixed size of `slots` to the places `rows` of a prefix with a place for each row of the page table. Returns the prefix. With
-        it, `insert` can later put these paused responses back into slots without writing pages.
+    def park(self, state: PyTree, parked: PyTree | None, slots: Sequence[int], rows: Sequence[int]) -> PyTree:
+        """Copies the logits and states of fixed size of `slots` to the places `rows` of the parked states, which have a place for each row of the page table. Returns
+        the parked states. With them, `insert` can later put paused responses back into slots without writing pages.
 
-        `prefix` is the result of the previous call, which must not be used afterwards, or None in the first call."""
+        `parked` is the result of the previous call, which must not be used afterwards, or None in the first call."""
         ...
 
-    def parked(self, lengths: Sequence[int], prefix: PyTree | None, rows: Sequence[int]) -> PyTree:
+    def parked_prefix(self, lengths: Sequence[int], parked: PyTree | None, rows: Sequence[int]) -> PyTree:
         """Returns a prefix for responses whose pages already contain `lengths` tokens, so that `insert` puts them into slots without writing pages. Each
-        response must then be fed at least one token. With `parks_states`, `prefix` is the last result of `paused`, and `rows` are the responses' places in it."""
+        response must then be fed at least one token. With `parks_states`, `parked` is the last result of `park`, and `rows` are the responses' places in it."""
         ...
 
     def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:

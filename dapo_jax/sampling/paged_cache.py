@@ -92,33 +92,33 @@ def extend(
     grouped = (query * head_dim**-0.5).reshape(kv_heads, heads // kv_heads, head_dim, slots)
     grouped = grouped.transpose(3, 0, 1, 2)[now.order]
 
-    def part(step: Scalar, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        place = jnp.searchsorted(now.ends, step, side="right").astype(jnp.int32)
-        first = (step - jnp.where(place > 0, now.ends[place - 1], 0)) * at_once
+    def add_pages(step: Scalar, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        column = jnp.searchsorted(now.ends, step, side="right").astype(jnp.int32)
+        first = (step - jnp.where(column > 0, now.ends[column - 1], 0)) * at_once
 
         def some(whole: Array) -> Array:
             return lax.dynamic_slice_in_dim(whole, first, at_once)
 
-        pages = lax.dynamic_slice(now.tables, (first, place), (at_once, 1))[:, 0]
+        pages = lax.dynamic_slice(now.tables, (first, column), (at_once, 1))[:, 0]
         top, total, out = map(some, carry)
-        position = place * page_tokens + jnp.arange(page_tokens, dtype=jnp.int32)
-        there = position[None] < some(now.counts)[:, None]
+        position = column * page_tokens + jnp.arange(page_tokens, dtype=jnp.int32)
+        filled = position[None] < some(now.counts)[:, None]
         if window:
-            there &= position[None] >= some(now.counts)[:, None] - window
+            filled &= position[None] >= some(now.counts)[:, None] - window
         keys = cache.keys[pages]
         values = keys[:, :, :value_dim].swapaxes(2, 3) if cache.values is None else cache.values[pages]
-        values = jnp.where(there[:, None, :, None], values, 0)
+        values = jnp.where(filled[:, None, :, None], values, 0)
         scores = product("skdc,skgd->skgc", keys, some(grouped), dtype)
         if cache.key_scales is not None:
             scores = scores * cache.key_scales[pages][:, :, None]
         scores = capped(scores, cap)
-        scores = jnp.where(there[:, None, None], scores, MASKED)
+        scores = jnp.where(filled[:, None, None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
-        weights = jnp.where(there[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
+        weights = jnp.where(filled[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + weights.sum(-1)
         if value_scales is not None:
-            weights = jnp.where(there[:, None, None], weights * value_scales[pages][:, :, None], 0.0)
+            weights = jnp.where(filled[:, None, None], weights * value_scales[pages][:, :, None], 0.0)
         out = out * shrink[..., None] + product("skcd,skgc->skgd", values, weights, dtype)
 
         def put(whole: Array, some: Array) -> Array:
@@ -129,7 +129,7 @@ def extend(
     shape = grouped.shape[:-1]
     begin = None if sinks is None else sinks.reshape(shape[1:])
     carry = (*before_keys(shape, begin), jnp.zeros((*shape, value_dim or head_dim)))
-    _, total, out = lax.fori_loop(0, now.ends[-1], part, carry)
+    _, total, out = lax.fori_loop(0, now.ends[-1], add_pages, carry)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     back = jnp.zeros_like(out[:slots]).at[now.order[:slots]].set(out[:slots], unique_indices=True)
     return back.transpose(1, 2, 3, 0).reshape(heads, -1, slots).astype(query.dtype), cache

@@ -140,7 +140,7 @@ class Prefill:
         short = [index for index, prompt in enumerate(prompts) if len(prompt) <= self.shape.width]
         for packed in pack_prompts(prompts, short, self.shape) if short else ():
             prefix = self._rows(params, packed, [routes[index] for index in packed.indices], score)
-            yield [(index, prefix, place) for place, index in enumerate(packed.indices)]
+            yield [(index, prefix, position) for position, index in enumerate(packed.indices)]
         for index, prompt in enumerate(prompts):
             if len(prompt) > self.shape.width:
                 for prefix in self._parts(params, prompt, routes[index], score):
@@ -153,7 +153,7 @@ class Prefill:
 
         `params` may be shape structs. With `again`, programs for re-prefilling are included, because a preempted response may be longer than any prompt.
         """
-        made: dict[str, Callable[[], Lowered]] = {}
+        lowered: dict[str, Callable[[], Lowered]] = {}
         prefixes, ends = dict[str, Prefix](), params["ends"]
         of_stack = dict(zip((name for name, _ in self._config.places), params["layers"], strict=True))
         row_prompts, width = self.shape.row_prompts, self.shape.width
@@ -178,27 +178,27 @@ class Prefill:
                 before, layer, source = None, self._layer[stack], self._config.sources[index]
                 if name == "part":
                     before, layer = self._empty[stack].eval_shape(), self._part[stack]
-                    made[f"prefill_empty{suffix}"] = self._empty[stack].lower
+                    lowered[f"prefill_empty{suffix}"] = self._empty[stack].lower
                 if source != index:
                     before = raw[self._config.places[source][0]]
                 one = jax.ShapeDtypeStruct((1,), jnp.int32) if name == "part" else last
                 number = jax.ShapeDtypeStruct((), jnp.int32)
                 arguments = weights, x, before, rope, segments, number, data, segments, one, inputs[index]
-                made[f"prefill_{name}{suffix}"] = partial(layer.lower, *arguments, **forced)
+                lowered[f"prefill_{name}{suffix}"] = partial(layer.lower, *arguments, **forced)
                 _, kept[stack], _ = layer.eval_shape(*arguments, **forced)
                 raw[stack], is_part = kept[stack], name == "part" and isinstance(self._states[stack], Paged)
                 if is_part or stack in self._sources:
                     program = f"prefill_kept{suffix}" if is_part else f"prefill_{name}_kept{suffix}"
-                    made[program] = partial(self._kept[stack].lower, raw[stack], rows)
+                    lowered[program] = partial(self._kept[stack].lower, raw[stack], rows)
                     kept[stack] = self._kept[stack].eval_shape(raw[stack], rows)
             if name != "part":
-                made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
-                made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
+                lowered[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
+                lowered[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
             layers, fixed = self._by_state([kept[stack] for stack, _ in self._config.places])
             prefixes[name] = Prefix(
                 layers=layers, logits=self._head.eval_shape(ends, x, last), rows=last, starts=last, lengths=last, states=fixed,
             )  # fmt: skip
-        return made, prefixes
+        return lowered, prefixes
 
     def _rows(self, params: SamplerWeights, packed: PackedPrompts, known: Known, score: bool) -> Prefix:
         begins = packed.rows * self.shape.width + packed.starts
@@ -228,9 +228,9 @@ class Prefill:
         scores = [self._scores(params["ends"], x, following)] if score else []
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
         logits = self._head(params["ends"], x, last)
-        found = self._recorded([routes], begins.tolist(), packed.lengths.tolist())
+        recorded = self._recorded([routes], begins.tolist(), packed.lengths.tolist())
         return Prefix(
-            layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths, states=states, routes=found,
+            layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths, states=states, routes=recorded,
             scores=self._scored(scores, begins.tolist(), packed.lengths.tolist()),
         )  # fmt: skip
 
@@ -305,19 +305,17 @@ class Prefill:
             if isinstance(self._states[stack], Paged):
                 buffers[index] = self._kept[stack](buffers[index], 1)
         layers, states = self._by_state(buffers)
-        found = self._recorded(routes, [0], [len(prompt)])
+        recorded = self._recorded(routes, [0], [len(prompt)])
         yield Prefix(
-            layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, states=states, routes=found,
+            layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, states=states, routes=recorded,
             scores=self._scored(scores, [0], [len(prompt)]),
         )  # fmt: skip
 
     def _by_state(self, kept: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Splits one value per layer into values of layers with pages, and of layers with a state of fixed size."""
         pairs = list(zip(self._config.states, kept, strict=True))
-        pages, fixed = (
-            tuple(value for state, value in pairs if isinstance(state, kind)) for kind in (Paged, Fixed)
-        )
-        return pages, fixed
+        pages = tuple(value for state, value in pairs if isinstance(state, Paged))
+        return pages, tuple(value for state, value in pairs if isinstance(state, Fixed))
 
     def _of_layer(self, index: int, ropes: Sequence[Any]) -> tuple[Any, dict[str, np.int32]]:
         """Returns the tables of a layer's rotation, which may be shape structs, and its numbers (see `Mixer.data`)."""
@@ -325,8 +323,8 @@ class Prefill:
         data = {name: np.int32(value) for name, value in config.data(index).items()}
         return ropes[config.rope_of_layer[index] if config.rope_of_layer else 0], data
 
-    def _awaited(self, made: Any) -> Any:
-        return jax.block_until_ready(made) if self._waits else made
+    def _awaited(self, result: Any) -> Any:
+        return jax.block_until_ready(result) if self._waits else result
 
     # The programs below are pure functions of their arguments.
 
@@ -371,8 +369,8 @@ class Prefill:
 
         padding, tokens = -len(following) % _SCORED, len(following)
         hidden = jnp.pad(outer.normed(x), ((0, padding), (0, 0))).reshape(-1, _SCORED, len(x))
-        found = lax.map(block, (hidden, jnp.pad(following, (0, padding)).reshape(-1, _SCORED)))
-        return tuple(part.reshape(-1)[:tokens] for part in found)
+        scores = lax.map(block, (hidden, jnp.pad(following, (0, padding)).reshape(-1, _SCORED)))
+        return tuple(part.reshape(-1)[:tokens] for part in scores)
 
     def _empty_program(self, state: Paged | Fixed | None) -> Any:
         """Returns the state of one sequence before its first chunk."""

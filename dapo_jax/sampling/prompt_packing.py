@@ -88,11 +88,11 @@ def _packed(
     for row, line in enumerate(lines):
         start = 0
         for segment, index in enumerate(line, start=1):
-            length, place = len(prompts[index]), len(indices)
+            length, entry = len(prompts[index]), len(indices)
             cut = slice(start, start + length)
             tokens[row, cut], positions[row, cut] = prompts[index], np.arange(length)
             segment_ids[row, cut] = segment
-            row_of[place], starts[place], lengths[place] = row, start, length
+            row_of[entry], starts[entry], lengths[entry] = row, start, length
             indices.append(index)
             start = cut.stop
     return PackedPrompts(

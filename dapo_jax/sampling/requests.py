@@ -54,11 +54,7 @@ class EpisodeLimits:
         """Returns the finish reason of an episode that is over, or None if its next turn begins after the tokens `before`.
 
         If the environment ends an episode whose last turn was cut off by the token limit, the reason is "length", as for a response without an environment.
-        An episode without room for a first turn ends at once.
-
-        Args:
-            request: the episode, whose last turn has ended.
-            before: the environment's tokens before the next turn. None if the environment ended the episode, or if the episode was lost.
+        An episode without room for a first turn ends at once. None for `before`: the environment ended the episode, or the episode was lost.
         """
         if before is None:
             cut = request.drawn >= self.episode_tokens and request.reasons[-1:] == ("length",)
@@ -267,11 +263,11 @@ class Reading:
     def advance(self) -> list[Request]:
         """Runs one prefill call. Returns the requests that can start now."""
         new: list[Request] = []
-        for index, prefix, place in next(self._work):
+        for index, prefix, position in next(self._work):
             values = values_of(prefix, processed=True)
             for request in self._unread.pop(index):
-                request.prefix, request.place, request.fed = prefix, place, NOTHING
-                request.fill(0, {name: of_prompts[place] for name, of_prompts in values.items()})
+                request.prefix, request.place, request.fed = prefix, position, NOTHING
+                request.fill(0, {name: of_prompts[position] for name, of_prompts in values.items()})
                 new.append(request)
         if not self._unread:
             self._work = iter(())  # frees prefixes on the device

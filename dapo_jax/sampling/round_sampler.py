@@ -60,14 +60,10 @@ class RoundSampler:
         )
 
     def draw(self, requests: Sequence[Request], tokens: int) -> list[Drawn]:
-        """Samples one round. The new tokens are appended to the requests and returned in the same order.
+        """Samples one round: at most `tokens` tokens for each response. They are appended to the requests and returned in the same order.
 
-        Args:
-            requests: all responses in flight, whether new or paused, except episodes whose environment is working.
-            tokens: maximum number of tokens to sample for each response.
-
-        Raises:
-            ValueError: a prompt is empty, or leaves no room for a response in a slot.
+        The requests are all responses in flight, whether new or paused, except episodes whose environment is working. Raises ValueError if a prompt is empty, or leaves no
+        room for a response in a slot.
         """
         prompts, capacity = [request.prompt for request in requests], self._engine.capacity
         check_prompts(prompts, capacity=capacity, max_response_tokens=self._limit)

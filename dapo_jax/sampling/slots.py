@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.sampling.cache_sizes import pages_for
 from dapo_jax.sampling.interface import Engine
-from dapo_jax.sampling.page_tables import Fill, Pages, pages_for
+from dapo_jax.sampling.page_tables import Fill, Pages
 from dapo_jax.sampling.requests import Request
 
 SPARE_PAGES = 2
@@ -104,7 +105,7 @@ class Slots:
         if self.pages.sizes.table_pages == 1:
             return  # A page has room for a whole response, so no response needs more.
         owners = [(slot, owner) for slot, owner in enumerate(self.owners) if owner and not owner.paused]
-        running = sorted(owners, key=lambda each: each[1].order)
+        running = sorted(owners, key=lambda pair: pair[1].order)
         while running:
             slot, owner = running.pop(0)
             pool = self._pool_of(slot)
@@ -115,7 +116,7 @@ class Slots:
                 waiting.appendleft(self.end(last))
                 if last == slot:
                     break
-                running = [each for each in running if each[0] != last]
+                running = [pair for pair in running if pair[0] != last]
 
     def end(self, slot: int, *, live: bool = True) -> Request:
         """Frees a slot and its pages. Returns the response. `live` is whether the slot is still live in the engine."""
@@ -204,8 +205,8 @@ class Slots:
     def _preempts_paused(self, pool: int) -> bool:
         """Preempts the paused response that started last, which must then be re-prefilled. Returns False if there is no such response."""
         pausing = [*self.aside, *(owner for _, owner in self.pausing())]
-        held = [each for each in pausing if self._holds(each, pool)]
-        last = max(held, key=lambda request: request.order, default=None)
+        holding = [request for request in pausing if self._holds(request, pool)]
+        last = max(holding, key=lambda request: request.order, default=None)
         if last is None:
             return False
         if last in self.aside:
@@ -217,7 +218,8 @@ class Slots:
 
     def _preempts_waiting(self, pool: int, waiting: deque[Request], but: Request | None = None) -> bool:
         """Preempts the last queued response that holds pages, which must then be re-prefilled. Returns False if there is no such response."""
-        last = next((each for each in reversed(waiting) if self._holds(each, pool) and each is not but), None)
+        holding = (request for request in reversed(waiting) if self._holds(request, pool))
+        last = next((request for request in holding if request is not but), None)
         if last is None:
             return False
         self.let_go(last)

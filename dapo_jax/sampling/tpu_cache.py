@@ -38,6 +38,9 @@ from dapo_jax.sampling.cache import (
 LANES = 128
 """Number of lanes in a register. The page size of an 8-bit cache must be a multiple of this number, because scales are stored along the lanes."""
 
+SCALAR_BYTES = (1 << 20) - (1 << 14)
+"""Size of a core's scalar memory (SMEM) on TPU v4 to TPU7x, without 16 KiB for the kernel's own scalars."""
+
 _BLOCK_BYTES = 1 << 20
 
 
@@ -71,6 +74,13 @@ def pages_at_once(kv_heads: int, page_tokens: int, head_dim: int, dtype: str) ->
     fast memory of a core."""
     heads = kv_heads // _parts(kv_heads)
     return max(1, _BLOCK_BYTES // (heads * page_tokens * 2 * head_dim * jnp.dtype(dtype).itemsize))
+
+
+def scalar_bytes(table_pages: int, at_once: int) -> int:
+    """Returns the bytes of scalar memory that the kernel needs for a slot: its length, its first step, the slot of each of its steps, and its row of the page
+    table. There, a row has a multiple of 128 entries."""
+    steps = pl.cdiv(table_pages, min(at_once, table_pages))
+    return 4 * (2 + steps + pl.cdiv(table_pages, LANES) * LANES)
 
 
 def _parts(kv_heads: int) -> int:
@@ -210,7 +220,7 @@ def extend(
             jax.ShapeDtypeStruct((slots, kv_heads, group, head_dim), jnp.float32),
             *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
         ],
-        input_output_aliases={first_pool + place: 1 + place for place in range(len(pools))},
+        input_output_aliases={first_pool + index: 1 + index for index in range(len(pools))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="extend",

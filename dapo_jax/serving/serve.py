@@ -61,7 +61,6 @@ class ServingOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     steps_per_call: int = 4
     """More steps per engine call increase throughput, and fewer steps lower the latency of streams."""
-    page_tokens: int = 0
     compute_dtype: str = "float32"
     batch_invariant: bool = False
     follow_s: float | None = None
@@ -317,7 +316,6 @@ def request_loop(
             steps_per_call=options.steps_per_call,
             stop_ids=stop_ids(policy.tokenizer),
             compute_dtype=options.compute_dtype,
-            page_tokens=options.page_tokens,
             batch_invariant=options.batch_invariant,
         )
         engine = DecoderEngine(policy.decoder, mesh, spec)

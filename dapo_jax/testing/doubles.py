@@ -13,9 +13,9 @@ from jaxtyping import Int, PRNGKeyArray, PyTree
 from dapo_jax.models.decoder import end_parameters
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
+from dapo_jax.sampling.cache_sizes import PageSizes, slot_pages
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Insertion, ResultTokens
-from dapo_jax.sampling.page_tables import PageSizes, slot_pages
 
 Script = Callable[[int, int], Sequence[int]]
 """A function from the ordinal of the prompt and the index of the response in its group to the tokens of the response."""
@@ -73,7 +73,7 @@ class ScriptedEngine:
         self.inserted: list[tuple[int, int]] = []
         """(ordinal, index) of every response that was inserted into a slot, in order. A response that is re-prefilled occurs several times."""
         self.pauses = 0
-        """Number of calls to `paused`."""
+        """Number of calls to `park`."""
         self.live_slots: list[int] = []
         """Number of slots that sampled a token, for each decoding step."""
 
@@ -142,23 +142,23 @@ class ScriptedEngine:
         logprobs = -tokens.astype(np.float32)
         return tuple(slots), ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=going)
 
-    def paused(
+    def park(
         self,
         state: PyTree,
-        prefix: Int[np.ndarray, " rows"] | None,
+        parked: Int[np.ndarray, " rows"] | None,
         slots: Sequence[int],
         rows: Sequence[int],
     ) -> Int[np.ndarray, " rows"]:
         """Returns the number of tokens sampled so far for each paused response. Pass it to `insert` in place of the prompt lengths."""
         self.pauses += 1
-        drawn = np.zeros(self.page_sizes.holders, np.int32) if prefix is None else prefix
+        drawn = np.zeros(self.page_sizes.holders, np.int32) if parked is None else parked
         drawn[list(rows)] = [state[slot].drawn for slot in slots]
         return drawn
 
     parks_states = False
 
-    def parked(
-        self, lengths: Sequence[int], prefix: PyTree | None, rows: Sequence[int]
+    def parked_prefix(
+        self, lengths: Sequence[int], parked: PyTree | None, rows: Sequence[int]
     ) -> Int[np.ndarray, " responses"]:
         """Returns a prefix for responses whose pages already contain `lengths` tokens. In this engine, the prefix is `lengths`."""
         return np.array(lengths, np.int32)

@@ -119,9 +119,8 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        sandbox = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-        )
+        extensions = [loopcontrols, _Generation]
+        sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         # Jinja's own `tojson` would escape characters for HTML.
         sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         del sandbox.filters["random"]  # the same messages must always render to the same prompt

@@ -55,10 +55,8 @@ class PromptFormat:
         question = {**messages[last], "content": self._around(messages[last]["content"])}
         examples = []
         for shot in self.data.few_shot:
-            examples += [
-                _user(self._around(shot["prompt"])),
-                {"role": "assistant", "content": shot["response"]},
-            ]
+            asked = _user(self._around(shot["prompt"]))
+            examples += [asked, {"role": "assistant", "content": shot["response"]}]
         first = int(messages[0]["role"] in ("system", "developer"))
         messages = [*messages[:first], *examples, *messages[first:last], question, *messages[last + 1 :]]
         if self.data.system_prompt:

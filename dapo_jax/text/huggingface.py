@@ -311,9 +311,7 @@ class HuggingFaceTokenizer:
 class _Untrained(HuggingFaceTokenizer):
     """A tokenizer that needs no training. Its tokens have the ids 2, 3, ..., after the padding token (0) and the end token (1)."""
 
-    def __init__(
-        self, name: str, tokens: str, chat_template: ChatTemplate | None, **parts: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, name: str, tokens: str, **parts: Mapping[str, Any]) -> None:
         """Writes the files that transformers loads too. `tokens` are single characters, and `parts` the other parts of tokenizer.json."""
         # The first character of the special tokens is no token, so that no text of an alphabet can spell them out.
         mark = next(char for char in map(chr, count(ord("["))) if char not in tokens)
@@ -328,7 +326,6 @@ class _Untrained(HuggingFaceTokenizer):
             _TOKENIZER: json.dumps(described, ensure_ascii=False) + "\n",
             _CONFIG: json.dumps(config) + "\n",
         }
-        files |= {} if chat_template is None else {_TEMPLATE: chat_template.source}
         super().__init__({file: text.encode() for file, text in files.items()}, place=name)
 
 
@@ -339,11 +336,11 @@ class ByteTokenizer(_Untrained):
     [67, 63]
     """
 
-    def __init__(self, *, chat_template: ChatTemplate | None = None) -> None:
+    def __init__(self) -> None:
         """Names the bytes by the characters of byte-level vocabularies."""
         pieces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         parts = {"pre_tokenizer": pieces, "decoder": pieces, "model": {"type": "BPE", "merges": []}}
-        super().__init__("byte", "".join(_byte_level()), chat_template, **parts)
+        super().__init__("byte", "".join(_byte_level()), **parts)
 
 
 class CharTokenizer(_Untrained):
@@ -356,7 +353,7 @@ class CharTokenizer(_Untrained):
         ValueError: the alphabet is empty or repeats a character.
     """
 
-    def __init__(self, alphabet: str, *, chat_template: ChatTemplate | None = None) -> None:
+    def __init__(self, alphabet: str) -> None:
         """Checks the alphabet. There is no token [UNK], so the encoding methods refuse other characters."""
         repeated = sorted({char for char in alphabet if alphabet.count(char) > 1})
         if repeated or not alphabet:
@@ -368,7 +365,7 @@ class CharTokenizer(_Untrained):
         pieces = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         model = {"type": "WordLevel", "unk_token": "[UNK]"}
         parts = {"pre_tokenizer": pieces, "decoder": {"type": "Fuse"}, "model": model}
-        super().__init__(f"char:{alphabet}", alphabet, chat_template, **parts)
+        super().__init__(f"char:{alphabet}", alphabet, **parts)
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

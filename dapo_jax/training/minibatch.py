@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,9 +26,8 @@ class Stack:
 
     def at(self, index: Int[Array, ""]) -> Microbatch:
         """Returns the microbatch at `index`."""
-        return jax.tree.map(
-            lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.microbatches
-        )
+        select = partial(lax.dynamic_index_in_dim, index=index, keepdims=False)
+        return jax.tree.map(select, self.microbatches)
 
     def with_arrays(self, **arrays: Any) -> "Stack":
         """Returns a copy with other values of these fields of `Microbatch`."""
@@ -45,9 +45,8 @@ def with_array(minibatch: Minibatch, name: str, compute: Callable[[Stack], Array
 
 def on_host(arrays: Any) -> Any:
     """Copies a minibatch, or any other tree of arrays on the mesh, to numpy arrays on the host. All processes must call this function."""
-    return jax.tree.map(
-        lambda array: np.asarray(multihost_utils.process_allgather(array, tiled=True)), arrays
-    )
+    gather = partial(multihost_utils.process_allgather, tiled=True)
+    return jax.tree.map(lambda array: np.asarray(gather(array)), arrays)
 
 
 def stack_capacity(microbatches: int) -> int:

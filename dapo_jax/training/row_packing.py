@@ -104,9 +104,8 @@ def pack(
         microbatches.append(blank_microbatch((rows_per_microbatch, length), *also, recorded=recorded))
         microbatches[-1].tokens[:] = pad_id
         for index, row in enumerate(rows):
-            _write_row(
-                jax.tree.map(lambda array, at=index: array[at], microbatches[-1]), row, examples, weights
-            )
+            arrays_of_row = jax.tree.map(lambda array, at=index: array[at], microbatches[-1])
+            _write_row(arrays_of_row, row, examples, weights)
     return microbatches
 
 
@@ -123,7 +122,7 @@ def _write_row(
         prompt = max((examples[i].prompt for i in bundle), key=lambda tokens: bool(tokens.processed))
         start, stop, segment = stop, stop + len(prompt), segment + 1
         head, prefix = stop - 1, segment
-        _write_tokens(m, slice(start, stop), prompt)
+        _write_token_values(m, slice(start, stop), prompt)
         m.positions[start:stop] = np.arange(len(prompt))
         m.segment_ids[start:stop] = m.prefix_ids[start:stop] = segment
         m.previous[start + 1 : stop] = np.arange(start, head)
@@ -131,7 +130,7 @@ def _write_row(
             count = len(example.response)
             segment += len(bundle) > 1
             span, stop = slice(stop, stop + count), stop + count
-            _write_tokens(m, span, example.response)
+            _write_token_values(m, span, example.response)
             m.positions[span] = len(prompt) + np.arange(count)
             m.segment_ids[span], m.prefix_ids[span] = segment, prefix
             m.previous[span] = [head, *range(span.start, stop - 1)][:count]
@@ -141,7 +140,7 @@ def _write_row(
             m.weights[span] = weight if example.sampled is None else weight * example.sampled
 
 
-def _write_tokens(m: Microbatch, span: slice, tokens: Tokens) -> None:
+def _write_token_values(m: Microbatch, span: slice, tokens: Tokens) -> None:
     for name, values in tokens.arrays.items():
         m.arrays[VALUES[name].packed or name][span] = values
 
@@ -237,10 +236,8 @@ def _least_padding(
     # Every microbatch gathers the weights again, so an additional short microbatch must save at least 1/64 of a full microbatch.
     fee = room // 64
     ordered = sorted(even, key=filled_tokens, reverse=True)
-    most = sum(
-        _length(ordered[start : start + rows_per_microbatch], lengths)
-        for start in range(0, len(even), rows_per_microbatch)
-    )
+    starts = range(0, len(even), rows_per_microbatch)
+    most = sum(_length(ordered[start : start + rows_per_microbatch], lengths) for start in starts)
     # A lower bound on the total length: no padding, and every prompt only once.
     least = filled_tokens(list(pieces)) / rows_per_microbatch
     ways = (pieces, _bundle_by_prompt(pieces, room, least=room - room // 32))
@@ -251,9 +248,8 @@ def _least_padding(
     for cost, full, short in sorted(mixes):
         if cost >= most:
             break
-        opened = [room] * full * rows_per_microbatch + [
-            length for length in short for _ in range(rows_per_microbatch)
-        ]
+        short_rows = [length for length in short for _ in range(rows_per_microbatch)]
+        opened = [room] * full * rows_per_microbatch + short_rows
         for way in ways:
             rows = _best_fit(way, room, opened)
             if len(rows) == len(opened):

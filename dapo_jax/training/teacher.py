@@ -7,15 +7,12 @@ from jaxtyping import Array
 from dapo_jax.training.minibatch import Minibatch, Stack, with_array
 from dapo_jax.training.routing_replay import without_recorded_experts
 
-Score = Callable[[Stack], Sequence[Array]]
-"""Computes the log-probabilities of a stack's tokens under one model, in nats, as the first array of the result."""
 
-
-def teacher_logprobs(minibatch: Minibatch, score: Score) -> Minibatch:
-    """Fills in `Microbatch.teacher_logprobs`. `score` uses the teacher's parameters."""
+def teacher_logprobs(minibatch: Minibatch, score: Callable[[Stack], Sequence[Array]]) -> Minibatch:
+    """Fills in `Microbatch.teacher_logprobs`, in nats. The first result of `score` is the log-probabilities of a stack's tokens under the teacher."""
     return with_array(minibatch, "teacher_logprobs", lambda stack: score(without_recorded_experts(stack))[0])
 
 
-def reference_logprobs(minibatch: Minibatch, score: Score) -> Minibatch:
-    """Fills in `Microbatch.ref_logprobs`. `score` uses the reference policy's parameters."""
+def reference_logprobs(minibatch: Minibatch, score: Callable[[Stack], Sequence[Array]]) -> Minibatch:
+    """Fills in `Microbatch.ref_logprobs` like `teacher_logprobs`, under the reference policy."""
     return with_array(minibatch, "ref_logprobs", lambda stack: score(without_recorded_experts(stack))[0])

@@ -191,9 +191,8 @@ class Updater:
                 f"{'needs' if reference is None else 'does not use'} a reference policy"
             )
         selection = SELECTIONS.get(self._options.select)
-        self._select: Callable[..., Array] | None = selection and partial(
-            selection, **dict(self._options.select_options)
-        )
+        settings = dict(self._options.select_options)
+        self._select: Callable[..., Array] | None = selection and partial(selection, **settings)
         self._scores_entropy = selection is not None and "entropy" in wanted(selection)
         placed = state_shardings(params, optimizer, mesh, offload=self._options.offload)
         self._shardings, self._whole = placed.params, replicated(mesh)

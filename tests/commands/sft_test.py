@@ -113,7 +113,7 @@ def test_the_model_is_written_as_a_folder_that_is_read_back(config, warmed):
 def test_pairs_are_asked_through_the_chat_template_and_end_the_assistant_s_turn(config, chat_model):
     data = replace(config.data, chat=True, system_prompt="Add.", max_prompt_tokens=64)
     policy = load_policy(ModelConfig(source=chat_model))
-    prompts, _ = training_prompts(data, policy.tokenizer, seed=0)
+    prompts = training_prompts(data, policy.tokenizer, seed=0).training
     prompt, response = PairSource(prompts, policy.tokenizer, seed=0, max_response_tokens=64)[0]
     question = policy.tokenizer.decode(prompt).split("user\n")[1].split("\n")[0]
     text = (

@@ -42,6 +42,7 @@ compilation_cache: gs://b/xla -> {}
 data: {data_dir: prepared} -> {}
 batch: {packing: false} -> {}
 optimizer: {from_source: true} -> {}
+sampling: {page_tokens: 128} -> {}
 sampling: {steps_per_call: 4} -> {}
 sampling: {merge_lora: true} -> {}
 """

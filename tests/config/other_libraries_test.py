@@ -40,54 +40,6 @@ def test_an_alias_for_a_key_of_the_other_schema_is_not_offered():
     assert of_another_library("num_generations", leaf_types(SftConfig)) is None
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("steps_per_generation", "`batch.prompts_per_step`"),
-        ("trainer.n_gpus_per_node", "`parallel.fsdp`"),
-        ("trainer.nnodes", "`parallel.fsdp`"),
-        ("deepspeed", "`parallel.fsdp`"),
-        ("trainer.max_actor_ckpt_to_keep", "`checkpoint.keep`"),
-        ("trainer.logger", "`log.trackers`"),
-        ("trainer.experiment_name", "`run_dir`"),
-        ("data.prompt_key", "`data.source_options`"),
-        ("data.filter_overlong_prompts", "`data.max_prompt_tokens`"),
-        ("data.val_files", "`eval.datasets`"),
-        ("custom_reward_function.path", "`reward.grader`"),
-        ("actor_rollout_ref.actor.use_dynamic_bsz", "`batch.row_tokens`"),
-        ("actor_rollout_ref.actor.fsdp_config.optimizer_offload", "`optimizer.offload`"),
-        ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "`parallel.tensor`"),
-        ("actor_rollout_ref.rollout.enforce_eager", "`sampling`"),
-        ("algorithm.gamma", "`advantage.baseline`"),
-        ("chat_template_path", "`model.source`"),
-        ("logging_steps", "`log.rollouts_every_steps`"),
-        ("reward_weights", "`reward.grader`"),
-        ("num_iterations", "`batch.groups_per_update`"),
-        ("num_train_epochs", "`steps`"),
-        ("use_vllm", "`sampling`"),
-        ("vllm_gpu_memory_utilization", "`sampling.cache_tokens`"),
-        ("vllm_server_host", "`sampling`"),
-        ("lr_scheduler_type", "`optimizer.warmup_steps`"),
-        ("push_to_hub", "model"),
-        ("algorithm.adv_estimator", "`advantage.baseline`"),
-        ("actor.policy_loss.loss_mode", "`loss.objective`"),
-        ("loss_type", "`loss.objective`"),
-        ("importance_sampling_level", "`loss.objective`"),
-        ("scale_rewards", "`advantage.scale`"),
-        ("norm_adv_by_std_in_grpo", "`advantage.scale`"),
-        ("top_entropy_quantile", "`loss.select`"),
-        ("off_policy_mask_threshold", "`loss.drop_off_policy`"),
-        ("teacher_model_name_or_path", "`teacher.source`"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "`parallel.sampler_tensor`"),
-        ("actor.megatron.tensor_model_parallel_size", "`parallel.tensor`"),
-    ],
-)
-def test_a_key_that_only_trl_or_verl_has_is_answered_with_a_remedy(theirs, ours):
-    answer = unknown_key(theirs, KEYS)
-    assert ours in answer
-    assert "did you mean" not in answer
-
-
 @pytest.mark.parametrize("theirs", ["adv_estimator", "loss_type", "loss_mode"])
 def test_the_name_of_an_algorithm_elsewhere_is_answered_with_algorithm(theirs):
     assert "`algorithm: NAME`" in unknown_key(theirs, KEYS)

@@ -94,9 +94,9 @@ def test_a_token_keeps_its_first_processed_values():
     assert tokens.settled == 2
     tokens.end(2)
     assert tokens.settled == 1
-    tokens.append(Tokens([9]))
+    tokens.append(Tokens([9, 9]))  # the array still has the value of the token that was at index 3
     assert all(
-        flags == [False, True, True] for name, flags in blank(tokens).items() if VALUES[name].processed
+        flags == [False, True, True, True] for name, flags in blank(tokens).items() if VALUES[name].processed
     )
 
 

@@ -62,14 +62,6 @@ def test_a_schema_has_the_types_and_the_descriptions_of_the_docstring():
     assert properties["either"]["type"] == ["integer", "string"]
 
 
-def test_a_schema_is_the_one_that_transformers_makes():
-    """Compared with `get_json_schema`, which models know from their training; ours has no return type."""
-    transformers = pytest.importorskip("transformers.utils", reason="transformers is not installed")
-    theirs = transformers.get_json_schema(look_up)
-    theirs["function"].pop("return")
-    assert schema_of(look_up) == theirs
-
-
 def test_a_method_has_no_self_and_a_function_without_arguments_none():
     class Clock:
         def now(self):

@@ -96,17 +96,6 @@ def test_an_episode_of_tools_is_the_conversation_that_the_template_writes(kind):
     assert [verdict.parts["tool_calls"] for verdict in verdicts] == [2.0, 1.0, 0.0, 4.0]
 
 
-def test_the_environment_of_skyrl_gym_is_sampled():
-    pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
-    scripts = [["#### 41", "#### 42"], ["no", "no", "no"]]
-    responses, verdicts = sampled(load_environment("skyrl_gym:gsm8k_multi_turn"), scripts)
-    assert [len(response.turns) for response in responses] == [2, 3]
-    assert [verdict.score for verdict in verdicts] == pytest.approx([1.0 + 0.2 / 3, 0.0])
-    assert verdicts[0].turn_rewards == pytest.approx((0.2 / 3, 1.0))
-    first = responses[0].turns[0]
-    assert TOKENIZER.decode(responses[0].tokens[first.first : first.stop]) == "#### 41"
-
-
 MARKS = ("<tool_call>", "</tool_call>")
 TOOL_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.tool_call_id }}\n{{ m.content }}<|im_end|>{% endfor %}{{ tools }}"
 

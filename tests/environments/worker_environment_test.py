@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.rewards.pool_test import assert_ends, lives
 
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.environments import Episodes, load_environment
@@ -19,6 +18,7 @@ from dapo_jax.environments.worker_environment import WorkerEnvironment
 from tests.environments.playing import TOKENIZER, drawn
 from tests.environments.playing import verdicts_of as verdicts
 from tests.environments.scripted import Scripted
+from tests.rewards.grading_pool_test import assert_ends, lives
 
 HERE = Path(__file__)
 SCRIPTED = HERE.with_name("scripted.py")

@@ -15,21 +15,19 @@ IN_FLIGHT = [
 
 ADAPTERS = ["lora.rank=2", "optimizer.learning_rate=1e-2"]
 
+# Slow: each run starts several processes. tests/checkpoints/sealing_test.py kills a save at each of its moments, and
+# tests/run/train_test.py interrupts a run after every step.
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("options", "kills", "steps"),
     [
         ([], 1, 30),
-        # Slow: many kills, or another configuration that resumes by the same code.
-        *(
-            pytest.param(*long, marks=pytest.mark.slow)
-            for long in (
-                ([], 200, 6000),
-                ([*IN_FLIGHT, *ADAPTERS], 1, 30),
-                (IN_FLIGHT, 30, 900),
-                (ADAPTERS, 30, 900),
-            )
-        ),
+        ([], 200, 6000),
+        ([*IN_FLIGHT, *ADAPTERS], 1, 30),
+        (IN_FLIGHT, 30, 900),
+        (ADAPTERS, 30, 900),
     ],
     ids=["waves", "waves, 200 kills", "in flight, with adapters", "in flight", "adapters"],
 )
@@ -50,7 +48,6 @@ def test_a_killed_run_is_the_uninterrupted_one(options, kills, steps, tmp_path):
         assert max(abs(each).max() for each in weights_of(whole.run_dir)[1::2]) > 1e-3, "B has moved"
 
 
-@pytest.mark.slow
 def test_a_second_start_is_refused_and_a_killed_first_one_is_taken_over(tmp_path):
     run = make_run(tmp_path, steps=300)
     first = run.start()

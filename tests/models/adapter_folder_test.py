@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.commands.convert import convert
@@ -17,7 +18,7 @@ from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.config.model_schema import LORA_TARGETS
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
 from dapo_jax.models.folder import load_model, read_config
-from dapo_jax.models.lora import SETS, TARGETS, lora_shape, parted, put_together
+from dapo_jax.models.lora import SETS, TARGETS, lora_shape, parted
 from dapo_jax.models.tensors import exported, place_adapters
 from dapo_jax.run.policy import load_policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -37,7 +38,7 @@ def golden(request):
     return (
         folder,
         config,
-        put_together(place_adapters(config, file), base),
+        nnx.merge_state(base, place_adapters(config, file)),
         load_file(folder / "adapter" / "golden.safetensors"),
     )
 
@@ -101,7 +102,7 @@ def test_the_code_of_the_documentation_opens_an_adapter(golden, tmp_path):
         for _ in range(64):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
         theirs = model(torch.tensor([tokens])).logits[0].numpy()
-    ours = logits_of(config, put_together(adapters, base), np.array(tokens))
+    ours = logits_of(config, nnx.merge_state(base, adapters), np.array(tokens))
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-4)
     assert ours[len(expected["tokens"]) - 1 : -1].argmax(-1).tolist() == tokens[len(expected["tokens"]) :]
 

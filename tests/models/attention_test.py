@@ -240,14 +240,17 @@ def test_a_free_slot_gives_zero(chunk):
         assert np.isfinite(found).all()
 
 
-def test_attention_in_parts_equals_attention_of_the_whole():
-    """12 tokens of 5 parts of 3: each part's queries over the keys up to it, with any values after them."""
+@pytest.mark.parametrize("window", [0, 4])
+def test_attention_in_parts_equals_attention_of_the_whole(window):
+    """12 tokens of 5 parts of 3: each part's queries over the keys up to it, with any values after them. A window of 4 begins in the part before."""
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(heads, 4, 15)), jnp.float32) for heads in (4, 2, 2))
-    whole = causal_attention(query[..., :12], key[..., :12], value[..., :12], jnp.ones((1, 12), jnp.int32))
+    near = jnp.int32(window), jnp.arange(12, dtype=jnp.int32)[None]
+    tokens = query[..., :12], key[..., :12], value[..., :12]
+    whole = causal_attention(*tokens, jnp.ones((1, 12), jnp.int32), near=near)
     for start in range(0, 12, 3):
         cut = slice(start, start + 3)
         beyond = jnp.arange(15) >= start + 3
         keys, values = (jnp.where(beyond, 1e3, part) for part in (key, value))
-        found = part_attention(query[..., cut], keys, values, jnp.int32(start))
+        found = part_attention(query[..., cut], keys, values, jnp.int32(start), window=near[0])
         np.testing.assert_allclose(found, whole[..., cut], rtol=1e-5, atol=1e-6)

@@ -156,38 +156,9 @@ def test_llama3_scaling_is_found_in_the_divisors_of_the_frequencies(factor, writ
     place(file.config(), file)  # rope_freqs.weight is not a tensor of the decoder
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"general.architecture": "gemma2"}, "gemma2"),
-        ({"llama.attention.sliding_window": 4}, r"llama\.attention\.sliding_window=4"),
-        ({"llama.expert_count": 8}, r"llama\.expert_count=8"),
-        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
-    ],
-)  # fmt: skip
-def test_unsupported_models_are_refused_by_name(extra, message, written):
-    with pytest.raises(ValueError, match=message):
-        written(extra=extra).config()
-
-
 def test_missing_and_unexpected_tensors_are_named(written):
     file = written(FAMILIES["qwen2"])
     with pytest.raises(ValueError, match=r"model\.gguf lacks the tensor 'model\.layers\.2\."):
         place(tiny_decoder_config(**SIZES, qkv_bias=True, tied_embeddings=False, layers=3), file)
     with pytest.raises(ValueError, match=r"has the tensors \['blk\.0\.attn_sinks\.weight'\]"):
         place(LLAMA, written(tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)}))
-
-
-@pytest.mark.parametrize("kept", [0, 0.3, 0.9])
-def test_a_truncated_file_is_refused_with_its_path(kept, tmp_path):
-    path = write_gguf(tmp_path / "model.gguf", LLAMA, tiny_params(LLAMA))
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * kept)])
-    with pytest.raises(ValueError, match=r"cannot read .*model\.gguf"):
-        GgufFile(path)
-
-
-def test_one_of_several_files_of_a_model_is_refused(written):
-    assert written(extra={"split.count": 1}).config() == LLAMA
-    with pytest.raises(ValueError, match=r"split\.count=3"):
-        written(extra={"split.count": 3})

@@ -163,16 +163,3 @@ def test_configuration_files_agree_with_the_metadata(files):
     assert config["model_max_length"] == CONFIG.max_positions
     generation = json.loads(made["generation_config.json"])
     assert generation == {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 0}
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"pre": "deepseek-llm"}, r"model\.gguf: tokenizer\.ggml\.pre 'deepseek-llm'.* 'smollm', 'llama-bpe'"),
-        ({"extra": {"tokenizer.ggml.model": "rwkv"}}, r"tokenizer\.ggml\.model 'rwkv'.* 'gpt2' and 'llama'"),
-        ({"extra": GEMMA | {"tokenizer.ggml.add_space_prefix": True}}, r"tokenizer\.ggml\.add_space_prefix"),
-    ],
-)  # fmt: skip
-def test_a_tokenizer_that_is_not_covered_is_refused_by_name(how, message, files):
-    with pytest.raises(ValueError, match=message):
-        files(**how)

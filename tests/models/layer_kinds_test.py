@@ -43,6 +43,7 @@ OTHERS = {
     "models/device_layout.py": "attention over rows",
     "parallel/training_layout.py": "attention over rows on a mesh",
     "sampling/cache.py": "attention over a cache",
+    "sampling/cache_sizes.py": "the tokens that a layer keeps",
     "sampling/caches.py": "attention over a cache",
     "sampling/gpu_cache.py": "attention over a cache",
     "sampling/paged_cache.py": "attention over a cache",

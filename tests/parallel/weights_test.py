@@ -8,6 +8,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dapo_jax.models.attention_mixer import ATTENTION
+from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.joined import split
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
@@ -63,6 +65,16 @@ def test_the_transfer_is_exact_and_keeps_norms_in_float32(dtype, one_device):
     params = tiny_params(CONFIG)
     transfer = WeightTransfer(shapes_of(CONFIG), one_device, dtype=dtype)
     assert_exact(transfer(params), params, dtype)
+
+
+def test_rates_and_filters_of_a_recurrence_stay_in_float32(one_device):
+    """Gated DeltaNet multiplies decays over a whole sequence, so a rounded rate is an error in each step."""
+    config = tiny_decoder_config(layers=2, mixers=(GatedDelta(2, 4, 8, 8), ATTENTION))
+    transfer = WeightTransfer(shapes_of(config), one_device, dtype="bfloat16", places=config.places)
+    layer, _ = transfer(tiny_params(config))["layers"]
+    kept = {name for name, value in separate(layer).items() if value.dtype == jnp.float32}
+    filters = {"query_conv", "key_conv", "value_conv"}
+    assert kept == {"decay", "step_bias", "delta_norm", "attention_norm", "mlp_norm"} | filters
 
 
 def test_the_transfer_between_shardings_is_exact(eight_devices):

@@ -11,7 +11,7 @@ _MOVES = _NAMES | {"parameter", "copy", "copy-start", "transpose"}
 
 
 def copied_arguments(text: str) -> Iterator[tuple[str, int]]:
-    """Yields the type and the bytes of each whole argument that a program copies to another layout, in the same memory.
+    """Yields the type and the bytes of each whole argument in the device's memory that a program copies to another layout in this memory.
 
     A program holds such a copy in addition to the argument. A copy that is a result of the program is not counted. `text` is `compiled.as_text()`.
     """
@@ -37,7 +37,8 @@ def copied_arguments(text: str) -> Iterator[tuple[str, int]]:
     for name, made in inside.items():
         if name in results or made.root or not moves(made):
             continue
-        if any(inside[each].opcode == "parameter" for each in named(made.operands)):
+        sources = [inside[each] for each in named(made.operands)]
+        if any(source.opcode == "parameter" and "S(" not in source.type for source in sources):
             result = (
                 made.type.removeprefix("(").split("}")[0] + "}" if made.opcode == "copy-start" else made.type
             )

@@ -17,7 +17,7 @@ from dapo_jax.run.sampler_programs import engine_of
 SMALL = [
     "sampling.slots=16", "dynamic_sampling.enabled=false", "batch.prompts_per_step=8", "batch.group_size=4", "batch.groups_per_update=4",
     "batch.rows_per_microbatch=8", "eval.every_steps=0", "loss.kl_coef=0.1", "sampling.prefill_tokens=4",
-    "sampling.page_tokens=16", "sampling.cache_tokens=4096", "parallel.fsdp=2", "parallel.data=4",
+    "sampling.cache_tokens=4096", "parallel.fsdp=2", "parallel.data=4",
 ]  # fmt: skip
 """A prompt is longer than a row, a microbatch has eight responses, and the cache has room for all slots."""
 

@@ -14,7 +14,7 @@ from dapo_jax.plan.memory import Phase, Resident, as_compiled, phases
 from dapo_jax.plan.plan import Plan
 from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import Assumptions, workload_of
-from dapo_jax.sampling.page_tables import PageSizes
+from dapo_jax.sampling.cache_sizes import PageSizes
 from tests.plan.roofline_test import CONFIG, SIZES, SMALL
 
 

@@ -25,7 +25,7 @@ def programs_of(*changes):
 
 
 @pytest.mark.parametrize("in_flight", [0, 8, 48])
-@pytest.mark.parametrize("pages", [(), ("sampling.page_tokens=16", "sampling.cache_tokens=512")])
+@pytest.mark.parametrize("pages", [(), ("sampling.cache_tokens=512",)])
 def test_responses_are_paused_beyond_the_slots_and_prefilled_in_chunks_if_they_may_be_re_prefilled(
     in_flight, pages
 ):

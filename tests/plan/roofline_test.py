@@ -42,7 +42,7 @@ from dapo_jax.plan.roofline import (
 )
 from dapo_jax.plan.topologies import parse
 from dapo_jax.plan.workload import Assumptions, MeshSizes, workload_of
-from dapo_jax.sampling.page_tables import PageSizes, slot_pages
+from dapo_jax.sampling.cache_sizes import PageSizes, slot_pages
 
 # A layer has 8 x (6 x 12 + 48) = 960 weights, 3 layers 2880, the unembedding 256. A query-key pair costs 288 operations. A cached token in
 # bfloat16 has 144 bytes. All parameters: 3 x (960 + 16 of norms) + 256 + 8 = 3192.

@@ -144,7 +144,7 @@ def test_bools_of_a_trl_function_are_numbers():
     assert [(verdict.correct, verdict.score) for verdict in verdicts] == [(True, 1.0), (False, 0.0)]
 
 
-def rewarded(config, *texts, workers=2):
+def rewarded(config, *texts, workers=0):
     """The rewards and the group of responses that were sampled after 5 steps, as a run computes them."""
     responses = [
         Response(record=Tokens(tokens), finish_reason="stop", spans=(Span(0, 5),))

@@ -172,7 +172,7 @@ def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_busy_worker_ends_with_a_trainer_that_is_killed(tmp_path):
     graded = f'pool(timeout_s=600.0).thing.grade([sample("spin", answer={str(tmp_path / "pid")!r})])'
-    program = f"from tests.rewards.pool_test import pool, sample; {graded}"
+    program = f"from tests.rewards.grading_pool_test import pool, sample; {graded}"
     trainer = subprocess.Popen([sys.executable, "-c", program], cwd=HERE.parents[2])
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() and time.monotonic() < deadline:

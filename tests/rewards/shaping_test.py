@@ -1,9 +1,11 @@
 """From responses to a graded group: text, verdicts, and rewards with and without length shaping."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Prompt, Response, Verdict
+from dapo_jax.dapo.rollouts import Prompt, Response, TurnSpan, Verdict
 from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.rewards import grade_function, grade_group
 from dapo_jax.rewards.shaping import Shaping
@@ -100,6 +102,13 @@ def test_overlong_penalty_counts_tokens_with_the_end_token(text, ended, penalty)
     assert rollout.overlong_penalty == pytest.approx(penalty)
     assert rollout.reward == pytest.approx(1.0 + penalty)
     assert rollout.correct
+
+
+def test_the_penalty_counts_only_sampled_tokens():
+    """12 tokens, of which the policy sampled 4 + 3 = 7: (7 - 6) / 4. All 12 would cost the full penalty."""
+    turns = TurnSpan(0, 4), TurnSpan(9, 12)
+    [rollout] = group(replace(response("=0000000002"), turns=turns), **CAP).rollouts
+    assert (len(rollout.response.tokens), rollout.overlong_penalty, rollout.reward) == (12, -0.25, 0.75)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from dapo_jax.health.stopping import Stop, StoppedError
-from dapo_jax.rollout.group_sampling import Places
+from dapo_jax.rollout.group_sampling import Assignment
 from dapo_jax.rollout.virtual_clock import ResponseId
+from dapo_jax.sampling.caches import PAGE_TOKENS
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests.rollout.processes_test import assert_the_same
 
@@ -69,12 +70,11 @@ def test_written_rollouts_are_trained_on_and_name_the_weights_of_their_tokens(fl
     ("slots", "cache_tokens"),
     [(8, 96), *(pytest.param(slots, 0, marks=pytest.mark.slow) for slots in (8, 32))],
 )
-def test_slots_and_pages_change_nothing(slots, cache_tokens, flying, flown, run_micro, rows):
+def test_slots_and_pages_change_nothing(slots, cache_tokens, flying, flown, run_micro, rows, monkeypatch):
     """Fewer slots than the sixteen in flight, which take turns, or more; pages for only one sequence on each device. Numbers of the host are equal, numbers of devices
     up to rounding: the width of a product decides the order of its sum."""
     cache = {"sampling__slots": slots, "sampling__cache_tokens": cache_tokens}
-    if cache_tokens:
-        cache["sampling__page_tokens"] = 4
+    monkeypatch.setitem(PAGE_TOKENS, "pages", 4)
     found = run_micro(flying(log__rollouts_every_steps=1, **cache), eval_rows=rows)
     assert_the_same(found.run_dir, flown.run_dir, steps=range(1, 6))
 
@@ -166,22 +166,22 @@ def test_a_bound_on_ages_holds_steps_back(flying, run_micro):
 def test_places_stay_full_and_a_group_that_starts_stays_together():
     """Seven responses over three samplers: 3, 2 and 2."""
     ids = [ResponseId(ordinal, index) for ordinal in range(3) for index in range(3)]
-    places = Places(7, 3, {})
-    places.give(ids[:7])
-    assert [places.of(sampler) for sampler in range(3)] == [ids[:3], ids[3:5], ids[5:7]]
-    places.leave([ids[1], ids[4]])
-    places.give(ids[7:9])
-    held = [[ids[0], ids[2], ids[7]], [ids[3], ids[8]], ids[5:7]]
-    assert [places.of(sampler) for sampler in range(3)] == held
+    assignment = Assignment(7, 3, {})
+    assignment.give(ids[:7])
+    assert [assignment.of(sampler) for sampler in range(3)] == [ids[:3], ids[3:5], ids[5:7]]
+    assignment.leave([ids[1], ids[4]])
+    assignment.give(ids[7:9])
+    assigned = [[ids[0], ids[2], ids[7]], [ids[3], ids[8]], ids[5:7]]
+    assert [assignment.of(sampler) for sampler in range(3)] == assigned
 
 
 def test_responses_that_continue_are_dealt_out_by_their_length():
     """Of 70, 60, ... 10 tokens: 70, 60, 50 to samplers 0, 1, 2; back again 40, 30, 20 to 2, 1, 0; the last one to 0, which has 3 places. They hold 100, 90 and 90; by ordinal it
     would have been 180, 70 and 30."""
     ids = [ResponseId(ordinal, 0) for ordinal in range(7)]
-    places = Places(7, 3, dict(zip(ids, (70, 60, 50, 40, 30, 20, 10), strict=True)))
+    assignment = Assignment(7, 3, dict(zip(ids, (70, 60, 50, 40, 30, 20, 10), strict=True)))
     held = [[ids[0], ids[5], ids[6]], [ids[1], ids[4]], [ids[2], ids[3]]]
-    assert [places.of(sampler) for sampler in range(3)] == held
+    assert [assignment.of(sampler) for sampler in range(3)] == held
 
 
 @pytest.mark.parametrize("samplers", [1, 2, 3, 5])
@@ -189,8 +189,9 @@ def test_no_sampler_is_dealt_more_than_its_places(samplers):
     """Whatever is left in flight: the samplers that have one place more are the first."""
     for in_flight in range(1, 23):
         for going in range(in_flight + 1):
-            places = Places(in_flight, samplers, {ResponseId(length, 0): length for length in range(going)})
-            counts = np.array([len(places.of(sampler)) for sampler in range(samplers)])
+            lengths = {ResponseId(length, 0): length for length in range(going)}
+            assignment = Assignment(in_flight, samplers, lengths)
+            counts = np.array([len(assignment.of(sampler)) for sampler in range(samplers)])
             most = [in_flight // samplers + (at < in_flight % samplers) for at in range(samplers)]
             assert (counts <= most).all()
             assert counts.max() - counts.min() <= 1

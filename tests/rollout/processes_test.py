@@ -51,10 +51,9 @@ def third(sample):
     return int(sample.tokens.sum()) % 3 == 0
 '''
 
-DELAYED = (
-    several.CHECKED
-    + """
+DELAYED = """
 import random
+import sys
 import time
 from dapo_jax.cli import main
 from dapo_jax.sampling.engine import DecoderEngine
@@ -70,7 +69,6 @@ status = main(sys.argv[1:])
 print("decode calls:", len(calls))
 sys.exit(status)
 """
-)
 """The command with processes that are slow at random, and the number of their decode calls."""
 
 TOLERANCE = 2e-6
@@ -104,7 +102,7 @@ def test_groups_in_brief_have_the_metrics_of_whole_ones(drawn):
 
 FLYING = {"rollout": RolloutConfig(in_flight=20, round_tokens=2)}
 """20 responses in flight, groups of four."""
-CODE = {"waves": several.CHECKED + several.COMMAND, "flight": DELAYED}
+CODE = {"waves": several.CHECKED + several.COMMAND, "flight": several.CHECKED + DELAYED}
 
 
 @pytest.fixture(scope="module")

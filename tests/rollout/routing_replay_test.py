@@ -30,6 +30,8 @@ def flown(flying, run_micro):
     return run_micro(flying(steps=3, checkpoint__every_steps=1, checkpoint__keep=9))
 
 
+# Slow: a run in flight. tests/sampling/routes_test.py compares records in flight with the trainer, and tests/run/metrics_page_test.py runs experts.
+@pytest.mark.slow
 def test_the_trainer_computes_the_samplers_logprobs_in_flight(flown):
     """In the first step, all tokens are sampled with the weights of the step; in float32 their experts are the trainer's."""
     first, *later = flown.metrics
@@ -41,6 +43,8 @@ def test_the_trainer_computes_the_samplers_logprobs_in_flight(flown):
     assert max(line["routing/flipped_frac"] for line in later) > 0
 
 
+# Slow: two runs more. tests/rollout/flight_test.py resumes in flight, and tests/sampling/routes_test.py reads records from a checkpoint.
+@pytest.mark.slow
 def test_a_run_resumed_in_flight_is_the_uninterrupted_run(flying, flown, run_micro, same_run):
     config = flying(steps=1, checkpoint__every_steps=1)
     run_micro(config)

@@ -112,9 +112,9 @@ def test_evaluations_between_steps_change_nothing(flying, flown, run_micro, rows
                 assert ours[name] == value, name
 
 
-@pytest.mark.parametrize(
-    "answer_rounds", [1, *(pytest.param(rounds, marks=pytest.mark.slow) for rounds in (0, 3))]
-)
+# Slow: five runs each. The test below resumes, tests/rollout/flight_test.py interrupts runs in flight, and tests/run/turns_test.py episodes.
+@pytest.mark.slow
+@pytest.mark.parametrize("answer_rounds", [0, 1, 3])
 def test_a_run_interrupted_after_every_step_in_turn_is_the_uninterrupted_run(
     answer_rounds, flying, flown, run_micro, rows, same_run
 ):

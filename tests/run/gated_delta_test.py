@@ -14,11 +14,12 @@ from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
 from dapo_jax.run.policy import Policy
+from dapo_jax.sampling.caches import PAGE_TOKENS
 from dapo_jax.testing import tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
 from tests.run.conftest import assert_same_responses, assert_synchronous
 
-STEPS = 3
+STEPS = 2
 SMOOTH = 1e-3
 """Epsilon of the norms in runs on two meshes, chosen so that 2e-5 bounds the rounding error. The other runs have the usual 1e-6.
 
@@ -94,12 +95,16 @@ def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(delta, resumed_at_eac
     same_run(resumed_at_each_step(delta, STEPS, **FLIGHT), flown)
 
 
-def test_preempted_responses_are_read_again(delta, run_micro, rows, flown):
+# Slow: another run. tests/rollout/flight_test.py has a run with few pages, and tests/sampling/turns_test.py states that are re-prefilled.
+@pytest.mark.slow
+def test_preempted_responses_are_read_again(delta, run_micro, rows, flown, monkeypatch):
     """With pages for a single sequence on each device."""
-    few = {"sampling__cache_tokens": 96, "sampling__page_tokens": 4}
-    assert_same_responses(run_micro(delta(**FLIGHT | few), eval_rows=rows), flown)
+    monkeypatch.setitem(PAGE_TOKENS, "pages", 4)
+    assert_same_responses(run_micro(delta(**FLIGHT, sampling__cache_tokens=96), eval_rows=rows), flown)
 
 
+# Slow: another run. tests/sampling/turns_test.py has the states between turns, and tests/run/turns_test.py episodes that are trained on.
+@pytest.mark.slow
 def test_episodes_are_trained_on_as_they_were_sampled(delta, run_micro):
     environment = EnvironmentConfig(source="guess", max_turns=2, turn_tokens=2)
     config = delta(steps=1, environment=environment, dynamic_sampling__enabled=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.config import EnvironmentConfig, RolloutConfig
+from dapo_jax.config import DynamicSamplingConfig, EnvironmentConfig, RolloutConfig, TeacherConfig
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.health.watchdogs import NAMES, SEEN
 
@@ -41,33 +41,34 @@ def general(name):
 
 @pytest.fixture(scope="module")
 def logged(micro, run_micro, rows, even_sum, model, moe_model):
-    """The names of all metrics, from four runs of a step."""
-    # The clip is so narrow that the second update has tokens above it: without any, clipped_high_prob is left out.
-    clipped = {"loss__clip_ratio_low": 1e-4, "loss__clip_ratio_high": 1e-4}
-    config = micro(steps=1, loss__kl_coef=0.1, **clipped, guard__max_mismatch_kl=1.0, eval__every_steps=1)
+    """The names of all metrics, from two runs of a step."""
 
     def extracting(sample):
         """A verdict with an answer, for cons@K."""
         return Verdict(correct=even_sum(sample), extracted=sample.response)
 
-    flight = {"dynamic_sampling__surplus": "discard", "rollout": RolloutConfig(in_flight=8, round_tokens=2)}
-    guess = EnvironmentConfig(source="guess", max_turns=2, turn_tokens=1)
+    # The clip is so narrow that the second update has tokens above it: without any, clipped_high_prob is left out.
+    clipped = {"loss__clip_ratio_low": 1e-4, "loss__clip_ratio_high": 1e-4, "loss__kl_coef": 0.1}
+    taught = micro(
+        steps=1,
+        model__source=moe_model,
+        teacher=TeacherConfig(source=model, rewards=True),
+        guard__max_mismatch_kl=1.0,
+        eval__every_steps=1,
+        **clipped,
+    )
+    in_flight = micro(
+        steps=1,
+        environment=EnvironmentConfig(source="guess", max_turns=2, turn_tokens=1),
+        dynamic_sampling=DynamicSamplingConfig(enabled=False, surplus="discard"),
+        rollout=RolloutConfig(in_flight=8, round_tokens=2),
+        loss__correction="mask",
+        loss__select="high_entropy",
+        loss__drop_off_policy=0.5,
+    )
     results = [
-        run_micro(config, reward=[(extracting, 1.0), ("exact", 0.5)], eval_rows=rows),
-        run_micro(
-            micro(
-                steps=1,
-                loss__correction="mask",
-                loss__select="high_entropy",
-                loss__drop_off_policy=0.5,
-                **flight,
-            ),
-            reward=even_sum,
-        ),
-        run_micro(micro(steps=1, dynamic_sampling__enabled=False, environment=guess), reward=None),
-        run_micro(
-            micro(steps=1, dynamic_sampling__enabled=False, teacher__source=model, model__source=moe_model)
-        ),
+        run_micro(taught, reward=[(extracting, 1.0), ("exact", 0.5)], eval_rows=rows),
+        run_micro(in_flight, reward=None),
     ]
     return {general(name) for result in results for line in result.metrics for name in line} - {"step"}
 

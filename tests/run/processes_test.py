@@ -102,10 +102,10 @@ class NoBatches(StepBatches):
         pass
 
 with Checkpointer(folder / "checkpoints") as checkpointer:
-    guard = Guard(
-        TrainConfig(run_dir=str(folder)), folder, start=ResumePoint(state=state, position=Position()), batches=NoBatches(),
-        records=None, shown=Progress(1, console=Console(quiet=True)),
-    )
+    guard = Guard(SimpleNamespace(
+        config=TrainConfig(run_dir=str(folder)), run_dir=folder, start=ResumePoint(state=state, position=Position()),
+        run=SimpleNamespace(batches=NoBatches()), records=None, shown=Progress(1, console=Console(quiet=True)), check=lambda: None,
+    ))
     sizes = ClockSizes(in_flight=8, samples_per_prompt=2, needed=1, answer_rounds=0, waves=True)
     collector = Collector.after(Position(), sizes, max_groups=4)
     guard.before_sampling(Position(), collector)

@@ -33,14 +33,16 @@ def one(folder, name, **options):
 
 
 def test_an_epoch_has_the_whole_dataset(sums):
-    source, found = training_prompts(one(sums, "sums"), TOKENIZER, seed=0)
+    found = training_prompts(one(sums, "sums"), TOKENIZER, seed=0)
+    source = found.training
     asked = [source[ordinal].text for ordinal in range(20)]
     assert sorted(asked) == sorted(f"{a}+1" for a in range(20))
     assert list(found.notes) == ["jsonl: 20 prompts from 20 rows"]
 
 
 def test_over_long_prompts_are_left_out_and_counted(sums):
-    source, found = training_prompts(one(sums, "more"), TOKENIZER, seed=0)
+    found = training_prompts(one(sums, "more"), TOKENIZER, seed=0)
+    source = found.training
     assert source.rows_per_epoch == 9
     assert sorted(source[ordinal].text for ordinal in range(9)) == [f"{a}+2" for a in range(9)]
     assert found.notes[1].startswith("more: 1 of 10 prompts are longer than data.max_prompt_tokens=16")
@@ -53,7 +55,8 @@ def test_the_template_counts_towards_the_length(sums):
 
 def test_rows_from_python_are_measured_too():
     rows = [{"prompt": "1", "answer": 1}, {"prompt": "1" * 99, "answer": 1}]
-    source, found = training_prompts(DataConfig(max_prompt_tokens=16), TOKENIZER, seed=0, rows=rows)
+    found = training_prompts(DataConfig(max_prompt_tokens=16), TOKENIZER, seed=0, rows=rows)
+    source = found.training
     assert [source[ordinal].text for ordinal in range(3)] == ["1"] * 3
     assert len(found.notes) == 1
 
@@ -64,7 +67,8 @@ def test_a_mixture_samples_by_weight(sums):
         {"source": "jsonl", "path": str(sums / "sums.jsonl")},
         {"source": "jsonl", "path": str(sums / "more.jsonl"), "weight": 3.0},
     ]
-    source, found = training_prompts(data(sums, source="mixture", mixture=parts), TOKENIZER, seed=1)
+    found = training_prompts(data(sums, source="mixture", mixture=parts), TOKENIZER, seed=1)
+    source = found.training
     asked = [source[ordinal] for ordinal in range(400)]
     count = Counter(prompt.row["source_row"].partition(",")[0] for prompt in asked)
     assert abs(count["sums.jsonl"] - 100) <= 2

@@ -17,17 +17,13 @@ from dapo_jax.sampling.prompt_packing import PrefillShape
 TINY = preset("tiny")
 """4 layers of 2 key heads of 32 dimensions: a token's keys and values are 2 x 4 x 2 x 32 x 4 = 2,048 bytes in float32."""
 SHAPE = PrefillShape(rows=2, width=64, longest=16)
-PAGES = SamplingConfig(slots=8, page_tokens=16, max_response_tokens=48)
 
 
-def room(sampling=PAGES, *, shape=SHAPE, memory=1 << 23, resident=0, devices=1, dtype="float32", **axes):
-    mesh = make_mesh(devices=jax.devices()[:devices], **(axes or {"fsdp": 1}))
-    sizes = {
-        name: getattr(sampling, name) for name in ("slots", "page_tokens", "cache_tokens", "cache_dtype")
-    }
+def room(*, shape=SHAPE, memory=1 << 23, resident=0, fsdp=1, tensor=1, page_tokens=16, **options):
+    mesh = make_mesh(devices=jax.devices()[: fsdp * tensor], fsdp=fsdp, tensor=tensor)
     spec = EngineSpec(
-        **sizes, capacity=64, steps_per_call=1, stop_ids=(), prefill=shape, compute_dtype=dtype, batch_invariant=sampling.batch_invariant
-    )  # fmt: skip
+        slots=8, capacity=64, steps_per_call=1, stop_ids=(), prefill=shape, page_tokens=page_tokens, **options
+    )
     return room_for_cache(TINY, mesh, spec, resident=resident, memory=memory)
 
 
@@ -39,7 +35,7 @@ def test_the_cache_gets_what_all_else_leaves_of_nine_tenths_of_a_device():
 
 def test_a_mesh_spreads_slots_and_heads():
     """Over 4 devices by slots a device has 2 slots' logits; over 2 by heads a token is half as many bytes."""
-    spread, heads, alone = room(devices=4, fsdp=4), room(devices=2, fsdp=1, tensor=2), room()
+    spread, heads, alone = room(fsdp=4), room(tensor=2), room()
     assert spread - alone == 4 * (8 - 2) * 32 * 4
     assert heads - alone == 2 * 2 * 64 * 1024
 
@@ -58,21 +54,17 @@ def test_what_is_read_again_has_its_room_unless_all_slots_fit():
 
 def test_eight_bits_are_counted_with_their_scales():
     """32 bytes and a scale of 4 where 128 bytes were, for each of 2 x 4 x 2 heads."""
-    small = room(replace(PAGES, cache_dtype="int8"))
+    small = room(cache_dtype="int8")
     assert small - room() == 2 * 2 * 64 * (2048 - 16 * 36)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "memory"),
-    [
-        (PAGES, None),
-        (replace(PAGES, cache_tokens=512), 1 << 20),
-        (replace(PAGES, page_tokens=0), 1 << 20),
-    ],
+    "options",
+    [{"memory": None}, {"cache_tokens": 512}, {"page_tokens": 0}],
     ids=["a device without a report", "a size that is set", "whole slots, on CPU"],
 )
-def test_memory_does_not_decide_if_the_size_is_set_or_the_device_does_not_report_it(sampling, memory):
-    assert room(sampling, memory=memory) is None
+def test_memory_does_not_decide_if_the_size_is_set_or_the_device_does_not_report_it(options):
+    assert room(**options) is None
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +73,9 @@ def sampler():
     policy = load_policy(ModelConfig(source="preset:tiny", tokenizer="char:0123456789+="), mesh=mesh)
 
     def made(memory, **options):
+        sampling = SamplingConfig(slots=8, max_response_tokens=48, **options)
         spec = sampler_spec(
-            replace(PAGES, **options), max_prompt_tokens=16, compute_dtype="float32", group_size=4
+            sampling, max_prompt_tokens=16, compute_dtype="float32", group_size=4, page_tokens=16
         )
         resident = bytes_on_device(policy.params, mesh.shape)
         return response_sampler(policy, make_meshes(mesh), spec, seed=0, memory=memory, resident=resident)

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from dapo_jax.commands import sample
-from dapo_jax.config import EvalConfig, ModelConfig, RewardConfig, SamplingConfig
+from dapo_jax.config import EvalConfig, EvaluateConfig, ModelConfig, SamplingConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
@@ -28,8 +28,8 @@ def graded(policy, text, stop, reward=None):
     tokens = policy.tokenizer.encode(text)
     response = Response(record=Tokens(tokens), finish_reason="stop")
     prompt = Prompt(ordinal=0, tokens=tokens[:1], text="1+1", answer="2")
-    config = RewardConfig()
-    graders = grading(config, policy, stop=stop, graders=check_graders(config, reward=reward))
+    config = EvaluateConfig(sampling=SamplingConfig(stop=stop))
+    graders = grading(config, policy, graders=check_graders(config.reward, reward=reward))
     [group] = graders.groups([(prompt, (response,))])
     return group.rollouts[0]
 
@@ -100,10 +100,9 @@ def sampler_of(model):
     def make(slots, *, in_flight=0, **sampling):
         mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
         policy = load_policy(ModelConfig(source=model), mesh=mesh)
-        config = SamplingConfig(slots=slots, page_tokens=4, max_response_tokens=16, **sampling)
-        spec = sampler_spec(
-            config, max_prompt_tokens=8, compute_dtype="float32", group_size=2, in_flight=in_flight
-        )
+        config = SamplingConfig(slots=slots, max_response_tokens=16, **sampling)
+        lengths = {"max_prompt_tokens": 8, "group_size": 2, "page_tokens": 4}
+        spec = sampler_spec(config, **lengths, compute_dtype="float32", in_flight=in_flight)
         sampler = response_sampler(policy, make_meshes(mesh), spec, seed=0)
         return policy, sampler, sampler.transfer(policy.params)
 

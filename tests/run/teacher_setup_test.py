@@ -108,6 +108,8 @@ def test_with_rewards_responses_are_graded_and_advantages_are_added(distilling, 
     assert any(row["advantage"] for row in rows)
 
 
+# Slow: compiles another update. tests/training/teacher_test.py compares its gradient with the formula.
+@pytest.mark.slow
 def test_the_divergence_over_the_vocabulary_is_learnt_without_advantages(distilling, run_micro, teacher):
     full = TeacherConfig(source=teacher, kl="full")
     lines = run_micro(distilling(teacher=full), reward=never).metrics

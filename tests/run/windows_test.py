@@ -12,6 +12,7 @@ from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
 from dapo_jax.run.policy import Policy
+from dapo_jax.sampling.caches import PAGE_TOKENS
 from dapo_jax.testing import tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
 from tests.run.conftest import assert_same_responses, assert_synchronous
@@ -60,7 +61,7 @@ def flown(windowed, run_micro, rows):
 
 
 def test_packed_rows_over_several_devices_are_those_that_were_sampled(windowed, run_micro, rows):
-    assert_synchronous(run_micro(windowed(**CONTEXT), eval_rows=rows).metrics[1:])
+    assert_synchronous(run_micro(windowed(steps=2, **CONTEXT), eval_rows=rows).metrics[1:])
 
 
 # Slow: several runs on eight devices. tests/rollout/flight_test.py resumes runs in flight; the test above has windows on eight devices.
@@ -72,9 +73,10 @@ def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(windowed, resumed_at_
 
 # Slow: two runs on eight devices. tests/rollout/flight_test.py has a run with few pages, and tests/sampling/paged_cache_test.py windows.
 @pytest.mark.slow
-def test_preempted_responses_are_read_again(windowed, run_micro, rows, flown):
+def test_preempted_responses_are_read_again(windowed, run_micro, rows, flown, monkeypatch):
     """With pages for a single sequence on each device."""
-    few = {"sampling__slots": 8, "sampling__cache_tokens": 96, "sampling__page_tokens": 4}
+    monkeypatch.setitem(PAGE_TOKENS, "pages", 4)
+    few = {"sampling__slots": 8, "sampling__cache_tokens": 96}
     assert_same_responses(run_micro(windowed(**FLIGHT | few, **CONTEXT), eval_rows=rows), flown)
 
 

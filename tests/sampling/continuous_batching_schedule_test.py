@@ -11,9 +11,9 @@ import pytest
 
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.dapo.tokens import Tokens
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.slots import Slots
 from dapo_jax.testing import ScriptedEngine
@@ -191,18 +191,21 @@ def test_few_responses_are_preempted_when_pages_run_out():
     assert 0 < sum(started.values()) - 256 < 100
 
 
-def test_a_preempted_response_goes_to_the_head_of_the_line():
-    """Five pages of 4 tokens. Two responses have two pages each for 6 tokens, and both need a third; the older one gets it."""
-    pages = PageSizes(holders=2, pools=1, pool_pages=5, page_tokens=4, capacity=16)
+@pytest.mark.parametrize(("pool_pages", "limit", "calls"), [(5, 10, 1), (6, 14, 2)])
+def test_the_younger_response_is_preempted_and_goes_to_the_head_of_the_line(pool_pages, limit, calls):
+    """Pages of 4 tokens. Two responses have two pages each for 6 tokens, or three each for 10. Both need another, and the older one gets it."""
+    pages = PageSizes(holders=2, pools=1, pool_pages=pool_pages, page_tokens=4, capacity=16)
     engine = ScriptedEngine(
         lambda *_: [2] * 20, slots=2, capacity=16, steps_per_call=4, stop_ids=[EOS], page_sizes=pages
     )
-    slots, waiting = Slots(engine), deque([Request(prompt(2), 0, limit=10)])
-    older, younger = (Request(prompt(ordinal), 0, limit=10) for ordinal in range(2))
+    slots, waiting = Slots(engine), deque([Request(prompt(2), 0, limit=limit)])
+    older, younger = (Request(prompt(ordinal), 0, limit=limit) for ordinal in range(2))
     for request in (older, younger):
         assert slots.take(request, waiting) is not None
-        request.append(Tokens([2] * 4))
-    slots.make_room(waiting)
+    for _ in range(calls):
+        for request in (older, younger):
+            request.append(Tokens([2] * 4))
+        slots.make_room(waiting)
     assert [request.prompt.ordinal for request in waiting] == [1, 2]
     assert [owner and owner.prompt.ordinal for owner in slots.owners] == [0, None]
 

@@ -12,11 +12,11 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.decode_loop import DecodeLoop
 from dapo_jax.sampling.decoding import DecodingOptions, decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.engine_spec import EngineSpec
-from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.requests import OwnOptions, Request
 from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
 from tests.sampling.continuous_batching_schedule_test import PrefillsSlowly
@@ -90,7 +90,13 @@ def test_other_weights_lose_no_response_and_sample_no_token_twice(when, pool_pag
     engine = scripted(slots=3, pool_pages=pool_pages)
     asked = [[request(ordinal, index=index) for index in range(2)] for ordinal in range(5)]
     loop = loop_of(engine, asked)
-    found = run(loop, at=lambda call: loop.take({}) if call in (when, when + 1) else None, least_calls=11)
+
+    def change(call):
+        if call in (when, when + 1):
+            loop.take({})
+            assert all(each.prefix is None for each in loop.waiting), "prefilled with the old weights"
+
+    found = run(loop, at=change, least_calls=11)
     assert len(found) == 10
     for each in itertools.chain.from_iterable(asked):
         assert found[id(each)] == [each.prompt.ordinal + 20] * 9 + [EOS]

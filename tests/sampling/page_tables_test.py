@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.page_tables import Fill, Pages, PageSizes
+from dapo_jax.sampling.page_tables import Fill, Pages
 from dapo_jax.testing import ScriptedEngine
 
 EOS = 1
 
 
-def pool(pages, *, slots=4, capacity=24, page_tokens=4, pools=1):
-    return Pages(
-        PageSizes(holders=slots, capacity=capacity, page_tokens=page_tokens, pools=pools, pool_pages=pages)
-    )
+def pool(pages, *, slots=4, capacity=24, page_tokens=4, pools=1, **windows):
+    sizes = {"holders": slots, "capacity": capacity, "page_tokens": page_tokens, "pools": pools}
+    return Pages(PageSizes(**sizes, pool_pages=pages, **windows))
 
 
 def test_a_slot_gets_pages_for_its_tokens_and_the_list_to_fill():
@@ -53,11 +53,8 @@ def test_the_full_pages_of_a_prompt_are_shared_and_filled_once():
 def test_pages_before_a_window_are_freed():
     """A window of 6 tokens and calls of 4: 9 tokens in 1 + 2 pages of 4 at most. The token after a prompt of 11 attends to tokens 6 to 11, in pages 1 and 2; the token after
     14 attends to tokens 9 to 14, in pages 2 and 3. Responses to a prompt share page 1 until the last one frees it."""
-    sizes = PageSizes(
-        holders=2, capacity=24, page_tokens=4, pools=1, pool_pages=12, windows=(0, 6), call_tokens=4
-    )
-    assert [sizes.holder_pages(table) for table in (0, 1)] == [6, 3]
-    pages = Pages(sizes)
+    pages = pool(12, slots=2, windows=(0, 6), call_tokens=4)
+    assert [pages.sizes.holder_pages(table) for table in (0, 1)] == [6, 3]
     whole, window = pages.tables
     fills = pages.start(0, 15, read=11, prompt="a", prompt_tokens=11)
     assert [(fill.table, fill.first) for fill in fills] == [(0, 0), (0, 4), (0, 8), (1, 4), (1, 8)]
@@ -72,14 +69,12 @@ def test_pages_before_a_window_are_freed():
 def test_bytes_are_divided_so_that_only_the_first_table_runs_out():
     """Tokens of 1 byte in layers without a window and of 3 bytes in others; 4 holders of 6 pages, or 3 with the window. Up to 12 pages, the pools have the same size and a
     page of 4 tokens needs 16 bytes in both; further pages need 4 bytes."""
-    sizes = PageSizes(
-        holders=4, capacity=24, page_tokens=4, pools=1, pool_pages=20, windows=(0, 6), call_tokens=4
-    )
+    sizes = pool(20, windows=(0, 6), call_tokens=4).sizes
     each = {0: 1, 6: 3}
     assert sizes.bytes(each) == 4 * (20 * 1 + 12 * 3)
     assert [sizes.fitting(room, each) for room in (160, 192, 200, 240, 10**6)] == [10, 12, 14, 24, 24]
     assert [replace(sizes, pool_pages=pages).pages_of(1) for pages in (10, 20)] == [10, 12]
-    assert [sizes.held_bytes(tokens, each) for tokens in (10, 24)] == [40, 24 + 3 * 12]
+    assert [sizes.response_cache_bytes(tokens, each) for tokens in (10, 24)] == [40, 24 + 3 * 12]
 
 
 def test_without_enough_free_pages_nothing_starts_and_nothing_changes():

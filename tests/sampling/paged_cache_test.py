@@ -15,8 +15,8 @@ from dapo_jax.models.layer_kinds import Paged
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.sampling import cache as dense
 from dapo_jax.sampling import gpu_cache, tpu_cache
-from dapo_jax.sampling.caches import cache_for, kind_for, sizes_for, without_kernel
-from dapo_jax.sampling.page_tables import slot_pages
+from dapo_jax.sampling.cache_sizes import slot_pages
+from dapo_jax.sampling.caches import cache_for, kind_for, page_tokens_for, sizes_for, without_kernel
 from dapo_jax.testing import tiny_decoder_config
 
 KINDS = [
@@ -254,11 +254,11 @@ def test_the_cache_is_the_one_for_the_meshs_platform():
     how = {"config": decoder_with(2, 8), "cache_dtype": "float32", "compute_dtype": "float32"}
     assert kind_for(mesh) == kind_for(mesh, capacity=256) == "slots"
     assert kind_for(mesh, capacity=257) == "pages"
-    assert kind_for(mesh, page_tokens=16) == kind_for(mesh, cache_tokens=512) == "pages"
+    assert kind_for(mesh, paged=True) == kind_for(mesh, dtype="int8") == "pages"
     for accelerator, kind in ((GPU, "gpu"), (TPU, "tpu")):
         assert (kind_for(accelerator, dtype="int8"), without_kernel(accelerator, "int8")) == (kind, "")
     assert cache_for("slots", mesh, slot_pages(4, 24), **how) is dense.DENSE
-    sizes = sizes_for("tpu", mesh, holders=4, capacity=24)
+    sizes = sizes_for("tpu", mesh, holders=4, capacity=24, page_tokens=128)
     assert cache_for("tpu", mesh, sizes, **how).empty is tpu_cache.empty
 
 
@@ -276,25 +276,27 @@ def test_a_pool_has_room_for_all_slots_by_default():
         assert (sizes.table_pages, sizes.pools, sizes.pool_pages) == (4, pools, pages)
 
 
-@pytest.mark.parametrize(
-    ("kind", "how", "message"),
-    [
-        (
-            "pages",
-            {"page_tokens": 32, "cache_tokens": 100},
-            r"cache_tokens=100 is 3 pages of 32 .* need 4: set it to 128",
-        ),
-        ("tpu", {"page_tokens": 20}, r"page_tokens=20 must be a multiple of 16 .* 32$"),
-        ("gpu", {"page_tokens": 48}, r"page_tokens=48 must be a power of two.* 64$"),
-        *(
-            (kind, {"page_tokens": 512}, r"sampling\.page_tokens=512 must be at most 128")
-            for kind in ("pages", "tpu", "gpu")
-        ),
-    ],
-)
-def test_sizes_of_pages_that_do_not_fit_are_refused(kind, how, message):
-    with pytest.raises(ValueError, match=message):
-        sizes_for(kind, make_mesh(devices=jax.devices("cpu")[:1]), holders=10, capacity=100, **how)
+def test_a_cache_that_cannot_hold_one_sequence_is_refused():
+    mesh = make_mesh(devices=jax.devices("cpu")[:1])
+    with pytest.raises(ValueError, match=r"cache_tokens=100 is 3 pages of 32 .* need 4: set it to 128"):
+        sizes_for("pages", mesh, holders=10, capacity=100, page_tokens=32, cache_tokens=100)
+
+
+def test_pages_double_until_the_page_tables_fit_in_a_tpus_scalar_memory():
+    """The kernel reads blocks of 2,048 tokens: 1 MiB of one head's 128 numbers of 2 bytes, for keys and values. 32,768 tokens are 16 blocks, and 256 pages of 128 tokens.
+    So a slot has 2 + 16 + 256 = 274 numbers of 4 bytes, and 1,032,192 // 1,096 = 941 slots fit. With pages of 256 tokens, a row has 128 entries:
+    1,032,192 // 584 = 1,767."""
+    config = decoder_with(2, 128)
+
+    def found(kind, slots, devices=1):
+        mesh = make_mesh(data=devices, fsdp=1, devices=jax.devices("cpu")[:devices])
+        return page_tokens_for(kind, mesh, config, slots=slots, capacity=32768, dtype="bfloat16")
+
+    assert [found("tpu", slots) for slots in (1, 941, 942, 1767)] == [128, 128, 256, 256]
+    assert [found("tpu", slots, devices=2) for slots in (1882, 1884)] == [128, 256]
+    assert found("gpu", 1768) == found("pages", 1768) == 64
+    with pytest.raises(ValueError, match=r"sampling\.slots=1768 .* 1767 or less"):
+        found("tpu", 1768)
 
 
 def test_heads_that_do_not_spread_over_the_mesh_are_refused():

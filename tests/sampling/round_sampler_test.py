@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.round_sampler import RoundSampler
 from dapo_jax.testing import ScriptedEngine
@@ -105,6 +105,8 @@ def test_rounds_give_the_responses_that_are_sampled_at_once(at_once, slots, cach
     assert_the_same(flight, at_once)
 
 
+# Slow: compiles two samplers. tests/sampling/continuous_batching_test.py changes no bit, and the rounds above take turns in fewer slots.
+@pytest.mark.slow
 def test_turns_change_no_bit_where_sampling_is_batch_invariant():
     """Slots enough for all, and eight for sixteen: the same numbers, since a response continues from the logits that it paused with."""
     whole, turns = (

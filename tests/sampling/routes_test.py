@@ -245,7 +245,14 @@ def test_slots_and_preemption_change_no_record():
 
 
 @pytest.mark.parametrize("answer", [two_more, anew], ids=["appended", "new contexts"])
-@pytest.mark.parametrize("how", [{}, {"batch_invariant": True}], ids=["fed", "prefilled again"])
+# Slow if each turn is prefilled: compiles another sampler. tests/sampling/turns_test.py compares both ways.
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, id="fed"),
+        pytest.param({"batch_invariant": True}, id="prefilled again", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_of_environments_and_the_last_tokens_of_turns_have_records(answer, how):
     engine = engine_of(8, has_turns=True, **how)
     sampled = sampled_by(engine, 0, 1, 2, environments=Appending(answer, turn_tokens=3))

@@ -46,7 +46,17 @@ def test_the_kernel_compiles_in_place(chip, shape, dtype):
     compiles_in_place(chip, shape, dtype)
 
 
-def compiles_in_place(chip, shape, dtype, window=0, cap=None):
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_kernel_compiles_with_as_many_slots_as_its_scalar_memory_allows(chip):
+    at_once = tpu_cache.pages_at_once(1, PAGE, 128, "bfloat16")
+    most = tpu_cache.SCALAR_BYTES // tpu_cache.scalar_bytes(TABLE, at_once)
+    compiles_in_place(chip, (1, 1, 128), "bfloat16", slots=most)
+    with pytest.raises(Exception, match="smem"):
+        compiles_in_place(chip, (1, 1, 128), "bfloat16", slots=most * 102 // 100)
+
+
+def compiles_in_place(chip, shape, dtype, window=0, cap=None, slots=SLOTS):
     """The result is stored in place of the argument; all other memory is less than an eighth of it (a pool has 8 to 256 MiB here)."""
     heads, kv_heads, head_dim = shape
     mesh = Mesh(np.array(devices_of(parse(chip))[:1]), ("x",))

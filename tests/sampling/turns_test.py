@@ -14,8 +14,8 @@ from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.decoding import response_keys
-from dapo_jax.sampling.page_tables import PageSizes
 from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
 from tests.sampling.continuous_batching_test import (
     EOS,
@@ -120,13 +120,14 @@ def test_the_first_turn_equals_a_response_without_turns(expected):
 
 
 def test_each_turn_has_keys_of_its_own():
-    """Otherwise a policy that forgets would repeat itself in every turn."""
+    """Otherwise a policy that forgets would repeat itself in every turn. No key of a turn is the key of a token of the first turn."""
     ordinals, indices = jnp.arange(3, dtype=jnp.int32), jnp.array([0, 1, 5], jnp.int32)
     plain = response_keys(KEY, ordinals, indices)
     keys = [response_keys(KEY, ordinals, indices, jnp.full(3, turn, jnp.int32)) for turn in range(3)]
+    keys += [jax.vmap(jax.random.fold_in, (0, None))(plain, position) for position in range(4)]
     data = [jax.random.key_data(each).tolist() for each in keys]
     assert data[0] == jax.random.key_data(plain).tolist()
-    assert len({tuple(pair) for each in data for pair in each}) == 9
+    assert len({tuple(pair) for each in data for pair in each}) == 21
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,8 @@ def test_appended_tokens_are_fed_to_pages_that_stayed():
     assert all(len(response.turns) == 4 for responses in found.values() for response in responses)
 
 
-@pytest.mark.parametrize("slots", [4, 12])
+# Slow with a slot for each episode: compiles other samplers of the same model.
+@pytest.mark.parametrize("slots", [4, pytest.param(12, marks=pytest.mark.slow)])
 def test_recurrent_states_wait_for_the_next_turn(slots):
     """Three turns each of twelve episodes of a model with Gated DeltaNet, in fewer slots or in as many: only the two prompts are prefilled. An engine that prefills each turn
     samples the same. If the last token of a turn were in its state, or a state were another response's, log-probabilities would differ by far more than 2e-5."""
@@ -268,6 +270,22 @@ def test_an_environment_may_begin_and_end_the_episode():
             np.testing.assert_array_equal(turn.record.ids, response.tokens[first:stop])
             np.testing.assert_array_equal(turn.record.logprobs, response.logprobs[first:stop])
             assert turn.finish_reason == ("stop" if turn.record.ids[-1] == EOS else "length")
+
+
+def test_a_stop_rule_ends_a_turn_by_the_tokens_of_this_turn_alone():
+    """A turn ends with its first 5. The environment appends a 5 and a 7, and a call samples three tokens."""
+    scripts = [3, 5, 3, EOS], [3, 3, 5, EOS], [EOS]
+    engine = ScriptedEngine(
+        lambda ordinal, index, turn=0: scripts[turn], slots=2, capacity=48, steps_per_call=3, stop_ids=[EOS]
+    )
+
+    def stop(ids, start):
+        return next((n + 1 for n in range(start, len(ids)) if ids[n] == 5), None)
+
+    environments = Appending(lambda ordinal, index, turns: [5, 7] if turns else [], max_turns=3)
+    found = episodes(engine, environments, prompts(0), samples=1, limit=20, weights={}, stop=stop)
+    assert found[0][0].tokens.tolist() == [3, 5, 5, 7, 3, 3, 5, 5, 7, EOS]
+    assert [tuple(turn) for turn in found[0][0].turns] == [(0, 2), (4, 7), (9, 10)]
 
 
 @pytest.mark.parametrize("beginning", [None, [5] * LIMIT], ids=["lost", "too long"])

@@ -135,7 +135,7 @@ def test_every_option_reaches_the_loop(policies, monkeypatch):
     monkeypatch.setattr(serving, "compile_sampling", lambda *_: None)
     options = HttpOptions(
         slots=64, queue=3, max_prompt_tokens=17, max_response_tokens=7, temperature=0.7, top_p=0.9, top_k=5, seed=3, steps_per_call=2,
-        page_tokens=4, compute_dtype="bfloat16", batch_invariant=True,
+        compute_dtype="bfloat16", batch_invariant=True,
     )  # fmt: skip
     limits = limits_of("preset:none", policies[0], options)
     loop, transfer = request_loop(policies[0], options, limits)
@@ -143,7 +143,7 @@ def test_every_option_reaches_the_loop(policies, monkeypatch):
     assert limits.most_responses == loop._most == 67
     assert loop._loop._key == jax.random.key(3)
     [given] = made
-    expected = {"slots": 64, "capacity": 24, "steps_per_call": 2, "page_tokens": 4, "compute_dtype": "bfloat16", "batch_invariant": True}  # fmt: skip
+    expected = {"slots": 64, "capacity": 24, "steps_per_call": 2, "compute_dtype": "bfloat16", "batch_invariant": True}  # fmt: skip
     assert expected.items() <= given.items()
     assert jax.tree.leaves(transfer.shapes["ends"]["embedding"])[0].dtype == "bfloat16"
 

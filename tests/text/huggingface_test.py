@@ -237,34 +237,6 @@ def test_the_decoder_drops_only_the_first_space_of_a_text():
     assert found.decode(found.encode("END é")[1:]) == "D é"
 
 
-@pytest.mark.parametrize("name", ["byte_level", "beginning", "byte_fallback"])
-def test_ids_and_texts_equal_those_of_transformers(name, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    files = {
-        "byte_level": files_of(bos_token="<|im_start|>"),
-        "beginning": files_of(
-            with_beginning(byte_level_json()), bos_token="<|begin_of_text|>", add_bos_token=False
-        ),
-        "byte_fallback": files_of(byte_fallback_json(), eos_token="</s>", pad_token="</s>", bos_token="<s>"),
-    }[name]
-    files["tokenizer_config.json"] = json.dumps(
-        json.loads(files["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    ).encode()
-    folder = write(tmp_path, files)
-    ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    assert (ours.eos_id, ours.pad_id) == (theirs.eos_token_id, theirs.pad_token_id)
-    for text in ("the end", " END of  text.\n", "日本語 🜂", "a<|im_end|>b", ""):
-        assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False)
-        assert ours.encode_prompt(text).tolist() == theirs.encode(text)
-        ids = ours.encode(text)
-        assert ours.decode(ids) == theirs.decode(
-            ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": " 1+1?\n"}]
-    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.chat_template.render(messages) == expected
-
-
 def added(*tokens, at=None):
     """The tokenizer with further added tokens: names of special tokens. With `at`, the ids begin there."""
     described = json.loads(byte_level_json())

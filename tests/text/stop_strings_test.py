@@ -210,5 +210,6 @@ def test_the_token_that_a_template_writes_after_an_answer_ends_a_turn(
 
 def test_a_tokenizer_without_special_tokens_in_texts_has_one_end_token():
     template = HuggingFaceTokenizer(files_of(byte_level_json())).chat_template
-    for tokenizer in (ByteTokenizer(chat_template=template), CharTokenizer("ab", chat_template=template)):
+    for files in (ByteTokenizer().files, CharTokenizer("ab").files):
+        tokenizer = HuggingFaceTokenizer({**files, "chat_template.jinja": template.source.encode()})
         assert (turn_end(tokenizer), stop_ids(tokenizer)) == (1, (1,))

@@ -96,14 +96,14 @@ def assert_same_gradient(found, expected, tolerance=1e-6):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest)
 
 
-def plain_logprobs(params, tokens):
+def plain_logprobs(params, tokens, temperature=1.0):
     """Returns the log-probability of the token at t in column t, without packing and chunks."""
     decoder = nnx.merge(GRAPH, params)
     rows, seq = tokens.shape
     at = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32)[None], (rows, seq))
     hidden = decoder(tokens, at, jnp.ones_like(tokens))
     logits = jnp.einsum("rse,ve->rsv", hidden, decoder.ends.unembedding())
-    logprobs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    logprobs = jax.nn.log_softmax(logits[:, :-1] / temperature, axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.pad(chosen, ((0, 0), (1, 0)))
 
@@ -225,14 +225,14 @@ def test_the_gradient_does_not_depend_on_the_mesh(whole):
 
 
 def test_the_first_update_has_ratio_one_and_later_ones_the_weights_that_sampled(trainer_updater):
-    """The old log-probabilities are recomputed once, before the first update."""
+    """The old log-probabilities are recomputed once, before the first update, at the sampling temperature of 0.5."""
     optimizer = optax.sgd(1.0)
-    updater = make_updater(old_logprobs="trainer", optimizer=optimizer)
+    updater = make_updater(old_logprobs="trainer", optimizer=optimizer, temperature=0.5)
     minibatches = [packed(), packed(make_rows(seed=1))]
     state = fresh(optimizer)
     prepared = updater.prepare(state, minibatches)
     scored, [m] = prepared[1][0].microbatches.old_logprobs[0], minibatches[1]
-    expected = jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens))
+    expected = jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens), 0.5)
     np.testing.assert_allclose(scored[m.mask], expected[m.mask], rtol=1e-5, atol=1e-5)
 
     state, first = updater.update(state, prepared[0], learning_rate=0.5, first=True)
@@ -565,7 +565,7 @@ def slowly(state):
 def test_the_host_waits_for_no_program_of_a_step_s_updates(trainer_updater):
     """All programs, with rows of several lengths and the ratios of a logged update, are dispatched before the device has computed the first weights."""
     for attempt in ("compiles", "measured"):
-        state = slowly(fresh())
+        state = slowly(fresh()) if attempt == "measured" else fresh()
         prepared, found = trainer_updater.prepare(state, [packed(**MIXED), packed()]), []
         for index, minibatch in enumerate(prepared):
             found += trainer_updater.ratios(state, minibatch, first=index == 0)

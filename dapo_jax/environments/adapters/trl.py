@@ -83,9 +83,8 @@ class TrlEpisode(ToolEpisode):
         self.answers.append({"role": "assistant", "content": turn.text, **fields})
         self.tokens += turn.tokens.tolist()
         step = await super().step(turn)
-        self.answers += (
-            [] if step.done else [message for message in step.append if isinstance(message, Mapping)]
-        )
+        messages = [] if step.done else step.append
+        self.answers += [message for message in messages if isinstance(message, Mapping)]
         return step
 
     async def finish(self, turn: Turn) -> Step:

@@ -1,16 +1,12 @@
-"""OpenEnv's environments: a double of its client, and the package's own server and client over loopback where they are installed."""
+"""OpenEnv's environments, with a double of its client."""
 
 import asyncio
-import socket
-import threading
-import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
 from dapo_jax.environments import load_environment
-from tests.environments.playing import played, playing
+from tests.environments.playing import played
 
 ROW = {"prompt": [{"role": "user", "content": "Make it say 12."}], "answer": "12"}
 
@@ -58,73 +54,3 @@ def test_a_turn_is_an_action_in_json_for_a_client_without_a_schema():
 def test_an_error_of_the_servers_own_is_raised():
     with pytest.raises(RuntimeError, match="out of memory"):
         played(load_environment(f"openenv:{__name__}:Client"), ROW, '{"break": "memory"}')
-
-
-@contextmanager
-def serving():
-    """The package's own server with a small environment: it repeats the action, and ends at 12."""
-    pytest.importorskip("openenv.core", reason="openenv is not installed")
-    import uvicorn
-    from openenv.core.env_server.http_server import create_fastapi_app
-    from openenv.core.env_server.interfaces import Environment
-    from openenv.core.env_server.types import Action, Observation, State
-
-    class Say(Action):
-        message: str
-
-    class Heard(Observation):
-        echoed: str = ""
-
-    class Echo(Environment):
-        SUPPORTS_CONCURRENT_SESSIONS = True
-
-        def __init__(self):
-            super().__init__()
-            self.count = 0
-
-        def reset(self, seed=None, episode_id=None, **rest):
-            return Heard(echoed=f"ready {seed}", done=False, reward=0.0)
-
-        def step(self, action):
-            self.count += 1
-            done = action.message == "12"
-            return Heard(echoed=action.message, done=done, reward=1.0 if done else -0.1 * self.count)
-
-        @property
-        def state(self):
-            return State(episode_id="e", step_count=self.count)
-
-    app = create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=2)
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [held]}, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
-            thread.join(10)
-
-
-def test_a_server_of_the_package_is_played_with_texts():
-    async def play(url):
-        environment = load_environment(f"openenv:{url}")
-        episodes = [await playing(environment, ROW, "1", "12", seed=seed) for seed in (1, 2)]
-        for _, _, episode in episodes:
-            await episode.close()
-        # There is room for two sessions, so those before were ended.
-        _, _, third = await playing(environment, ROW, "12", seed=3)
-        await third.close()
-        return episodes
-
-    with serving() as url:
-        episodes = asyncio.run(play(url))
-    for seed, (context, steps, _) in zip((1, 2), episodes, strict=True):
-        assert context.contents[-1]["content"] == f"Make it say 12.\n\nready {seed}"
-        assert [step.append[0]["content"] for step in steps] == ["1", "12"]
-        assert [step.reward for step in steps] == pytest.approx([-0.1, 1.0])
-        assert [step.done for step in steps] == [False, True]

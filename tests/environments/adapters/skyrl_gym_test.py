@@ -1,4 +1,4 @@
-"""SkyRL-Gym's environments as they are, and classes of its convention."""
+"""Classes of SkyRL-Gym's convention."""
 
 import pytest
 
@@ -61,21 +61,3 @@ def test_an_own_class_of_the_convention_is_played():
 def test_an_unsupported_result_is_an_error(name, message):
     with pytest.raises(ValueError, match=message):
         played(load_environment(f"skyrl_gym:{__name__}:{name}"), ROW, "1")
-
-
-def test_the_environment_of_several_turns_that_the_package_has():
-    """gsm8k_multi_turn: 0.2/turns for a wrong answer in the right format, 1 for the right one, at which it ends."""
-    pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
-    environment = load_environment("skyrl_gym:gsm8k_multi_turn")
-    context, steps, _ = played(environment, ROW, "is it five?", "#### 5", "#### 4")
-    assert context is None, "its init gives the prompt that the row has"
-    assert [step.reward for step in steps] == pytest.approx([0.0, 0.2 / 3, 1.0])
-    assert [step.done for step in steps] == [False, False, True]
-    assert "#### ANSWER" in steps[0].append[0]["content"]
-    assert steps[-1].metrics == {"steps": 3.0}
-
-
-def test_an_environment_that_the_package_does_not_have_is_named():
-    pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
-    with pytest.raises(ValueError, match="no environment 'gsm8'; did you mean 'gsm8k'"):
-        load_environment("skyrl_gym:gsm8")

@@ -1,4 +1,4 @@
-"""Environments of tinker-cookbook's convention: doubles of it, and the package's own classes where they are installed."""
+"""Environments of tinker-cookbook's convention."""
 
 import asyncio
 from types import SimpleNamespace
@@ -132,52 +132,3 @@ def test_a_first_observation_that_would_be_too_long_is_an_error():
 
 def test_an_empty_group_has_no_rewards():
     assert asyncio.run(load_environment(f"tinker:{__name__}:Builder").group_rewards([])) == []
-
-
-def real_builder(row):
-    """The package's own group of problems, with a renderer of bytes."""
-    from tinker import ModelInput
-    from tinker_cookbook.renderers.base import ParseTermination
-    from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
-
-    class Renderer:
-        def get_stop_sequences(self):
-            return [TOKENIZER.eos_id]
-
-        def build_generation_prompt(self, messages):
-            return ModelInput.from_ints(TOKENIZER.encode(messages[-1]["content"]).tolist())
-
-        def parse_response(self, ids):
-            message = {"role": "assistant", "content": text_of(ids)}
-            return message, ParseTermination.STOP_SEQUENCE
-
-    class Problem(ProblemEnv):
-        def get_question(self):
-            return row["prompt"]
-
-        def check_answer(self, response):
-            return row["answer"] in response
-
-        def check_format(self, response):
-            return response.strip() != ""
-
-        def get_reference_answer(self):
-            return row["answer"]
-
-    return ProblemGroupBuilder(env_thunk=lambda: Problem(Renderer()), num_envs=2)
-
-
-def test_the_problems_of_the_package_are_played():
-    pytest.importorskip("tinker_cookbook.rl.problem_env", reason="tinker-cookbook is not installed")
-
-    async def group():
-        environment = load_environment(f"tinker:{__name__}:real_builder")
-        return environment, [await playing(environment, ROW, text) for text in ("it is 4", "5", " ")]
-
-    environment, played = asyncio.run(group())
-    assert played[0][0] == Context(TOKENIZER.encode("2+2?").tolist())
-    steps = [steps[0] for _, steps, _ in played]
-    assert [step.reward for step in steps] == pytest.approx([1.0, 0.0, -0.1])
-    assert [step.correct for step in steps] == [True, False, False]
-    rewards = asyncio.run(environment.group_rewards([episode for _, _, episode in played]))
-    assert rewards == pytest.approx([1.0, 0.0, -0.1])

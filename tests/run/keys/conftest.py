@@ -77,7 +77,7 @@ def watched():
             patch.setattr(import_module(f"dapo_jax.{place}"), "Updater", updates)
         patch.setattr("dapo_jax.run.sources.download", download)
         patch.setattr(WeightTransfer, "__call__", lambda self, params: self.shapes)
-        patch.setattr(import_module("dapo_jax.run.train"), "to_yaml", doubles.once(to_yaml))
+        patch.setattr("dapo_jax.run.records.to_yaml", doubles.once(to_yaml))
         micro = tiny_decoder_config(
             vocab_size=32, embed_dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp_dim=16
         )

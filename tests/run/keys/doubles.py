@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.dapo.metrics import Max, Mean
-from dapo_jax.sampling.caches import kind_for, sizes_for
+from dapo_jax.dapo.metrics import Mean
 from dapo_jax.testing import ScriptedEngine
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.training.minibatch import Stack
@@ -29,9 +28,8 @@ class Engine(ScriptedEngine):
     """Has the signature of `DecoderEngine`."""
 
     def __init__(self, decoder, mesh, spec):
-        how = {"page_tokens": spec.page_tokens, "cache_tokens": spec.cache_tokens}
-        kind = kind_for(mesh, **how, turns=spec.in_flight > 0)
-        sizes = sizes_for(kind, mesh, holders=max(spec.slots, spec.in_flight), capacity=spec.capacity, **how)
+        holders = max(spec.slots, spec.in_flight)
+        sizes = spec.page_sizes(decoder, mesh, holders=holders, call_tokens=spec.steps_per_call)
         super().__init__(
             script(end=spec.stop_ids[0]), slots=spec.slots, capacity=spec.capacity, steps_per_call=spec.steps_per_call, stop_ids=spec.stop_ids,
             page_sizes=sizes,
@@ -89,10 +87,6 @@ class Updates(Updater):
 
 def mean(value):
     return Mean(np.float32(value), np.float32(1.0))
-
-
-NOT_FINITE = {"nonfinite/loss": Max(np.ones(1, np.float32))}
-"""Metrics of a skipped update."""
 
 
 class Tracker:

@@ -14,11 +14,6 @@ def of_episodes(name):
     return lambda look: look.made_of("Episodes")[name]
 
 
-def environment(look):
-    made = look.made_of("Episodes")
-    return made and type(made["environment"]).__name__
-
-
 def advantages_of_turns(look):
     """The number of different advantages in episodes of two turns."""
 
@@ -46,9 +41,6 @@ def of_workers(name):
 
 
 WATCHERS = [
-    watch("environment.source", environment, ("", None), ("guess", "GuessTheNumber")),
-    echoes("environment.max_turns", of_episodes("max_turns"), 8, 3, also=GUESS),
-    echoes("environment.turn_tokens", of_episodes("turn_tokens"), 0, 5, also=GUESS),
     echoes("environment.episode_tokens", of_episodes("episode_tokens"), 0, 99, also=GUESS),
     watch(
         "workers.timeout_s",

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.dapo.objectives import wanted
-from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rollout.collector import Position
 from tests.run.keys.looking import by_length, refusal, rounded
 from tests.run.keys.watch_sampling import option
 from tests.run.keys.watching import differs, echoes, watch
@@ -17,11 +15,6 @@ def even(sample):
     return sample.prompt.ordinal % 2 == 0 and by_length(sample)
 
 
-def scored(sample):
-    """All correct, with different scores."""
-    return Verdict(correct=True, score=float(len(sample.tokens)))
-
-
 def trained(reward):
     """Sees the ordinals of the first step's groups, and the numbers of carried and sampled groups."""
 
@@ -30,15 +23,6 @@ def trained(reward):
         return [group.prompt.ordinal for group in found.groups], len(found.carry), len(found.sampled)
 
     return see
-
-
-def waves(look):
-    """The number of prompts sampled when no group is informative."""
-    run = look.run(reward=lambda sample: True)
-    collector = run.sampling.collector(Position())
-    for _ in run.sampling.groups(None, collector):
-        pass
-    return collector.cursor
 
 
 def microbatches(look):
@@ -132,16 +116,6 @@ def moments_of_a_matrix(look):
     return len([path for path in paths if "'gate'" in path])
 
 
-def reference(look):
-    look.run()
-    return look.updates.reference is not None
-
-
-def teacher(look):
-    look.run()
-    return look.updates.teacher is not None
-
-
 def adapters(look):
     """Rank, scale and targets of the adapters; None without adapters."""
     look.run()
@@ -162,10 +136,8 @@ NO_DECAY = {"optimizer.weight_decay": 0.0}
 FOUR = {"batch.prompts_per_step": 4, "dynamic_sampling.prompts_per_wave": 4}
 
 WATCHERS = [
-    # Ordinals 0 and 2 are informative, of the first wave 0, 1, 2 and of the second 4.
-    watch("dynamic_sampling.enabled", trained(even), (True, ([0, 2], 0, 3)), (False, ([0, 1], 0, 2))),
+    # Ordinals 0 and 2 are informative, of the first wave 0, 1, 2.
     watch("dynamic_sampling.prompts_per_wave", trained(even), (3, ([0, 2], 0, 3)), (4, ([0, 2], 0, 4))),
-    watch("dynamic_sampling.max_waves", waves, (3, 9), (2, 6)),
     watch(
         "dynamic_sampling.on_shortfall",
         refusal(trained(even)),
@@ -175,13 +147,6 @@ WATCHERS = [
     ),
     watch(
         "dynamic_sampling.surplus", trained(by_length), ("discard", ([0, 1], 0, 3)), ("carry", ([0, 1], 1, 3))
-    ),
-    watch(
-        "dynamic_sampling.metric",
-        refusal(trained(scored)),
-        ("correct", "ShortfallError"),
-        ("score", ""),
-        also={"dynamic_sampling.max_waves": 1},
     ),
     watch("batch.prompts_per_step", trained(by_length), (2, ([0, 1], 0, 3)), (3, ([0, 1, 2], 0, 3))),
     echoes("batch.group_size", lambda look: len(look.rollouts()), 4, 8),
@@ -257,7 +222,6 @@ WATCHERS = [
         (2, [-0.1667, 0.1667]),
         also={"advantage.scale": "none", "reward.incorrect": 0.0, "reward.overlong.enabled": False},
     ),
-    watch("batch.keep", trained_lengths, (0, [3, 3, 6, 6]), (3, [3, 3, 6])),
     # -1 / 3 twice and 0 / 6 twice.
     watch(
         "batch.keep",
@@ -327,8 +291,6 @@ WATCHERS = [
         what="with options",
     ),
     echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
-    watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),
-    watch("teacher.source", teacher, ("", False), ("model", True), also={"dynamic_sampling.enabled": False}),
     watch("teacher.rewards", advantages, (False, [0.0]), (True, [-0.866, 0.866]), also=TAUGHT),
     echoes("teacher.coef", option("teacher_coef"), 1.0, 0.5, also=TAUGHT),
     echoes("teacher.kl", option("teacher_kl"), "sampled", "full", also=TAUGHT),
@@ -351,8 +313,6 @@ WATCHERS = [
         (5.0, [-0.5714]),
         also={**NO_DECAY, "optimizer.epsilon": 3.0},
     ),
-    # Of alpha 32 unless set.
-    watch("lora.rank", adapters, (0, None), (2, [2, 16.0, ALL]), (4, [4, 8.0, ALL])),
     watch("lora.alpha", adapters, (32.0, [4, 8.0, ALL]), (2.0, [4, 0.5, ALL]), also=RANK),
     watch(
         "lora.targets",

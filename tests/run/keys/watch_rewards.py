@@ -58,9 +58,7 @@ WATCHERS = [
     echoes("reward.answer_marker", of_pool("answer_marker"), "=", "+", what="of workers", also=POOL),
     watch("reward.correct", rewards, (1.0, RIGHT), (3.0, [3, -1, 3, -1]), also=PLAIN),
     watch("reward.incorrect", rewards, (-1.0, RIGHT), (0.0, [1, 0, 1, 0]), also=PLAIN),
-    # Limit 6: of a buffer of 2 or 4 tokens all is used up.
-    watch("reward.overlong.enabled", rewards, (True, [1, -1, 0, -2]), (False, RIGHT)),
-    # Of 3 tokens one is in a buffer of 4.
+    # Limit 6: of a buffer of 2 or 4 tokens all is used up. Of 3 tokens one is in a buffer of 4.
     watch("reward.overlong.buffer_tokens", rewards, (2, [1, -1, 0, -2]), (4, [0.75, -1.25, 0, -2])),
     watch("reward.overlong.penalty_factor", rewards, (1.0, [1, -1, 0, -2]), (0.5, [1, -1, 0.5, -1.5])),
     watch(

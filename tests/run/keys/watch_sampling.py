@@ -250,15 +250,8 @@ WATCHERS = [
     echoes("sampling.batch_invariant", of_engine("batch_invariant"), False, True),
     # Each prompt is a row then, and one of them is read at a time.
     watch("sampling.batch_invariant", prefill_rows, (False, [2, 10]), (True, [1, 10]), what="rows"),
-    # A slot holds 10 tokens: 3 pages of 4. Each of the 8 devices has 2 slots; of 128 tokens it has 4 pages.
-    watch("sampling.page_tokens", cache_pages, (0, [10, 1]), (4, [4, 6]), also={"sampling.slots": 16}),
-    watch(
-        "sampling.cache_tokens",
-        cache_pages,
-        (0, [4, 6]),
-        (128, [4, 4]),
-        also={"sampling.slots": 16, "sampling.page_tokens": 4},
-    ),
+    # A slot holds 10 tokens. Each of the 8 devices has 2 slots; of 512 tokens it has a page.
+    watch("sampling.cache_tokens", cache_pages, (0, [10, 1]), (512, [64, 1]), also={"sampling.slots": 16}),
     echoes(
         "sampling.cache_dtype",
         of_engine("cache_dtype"),
@@ -288,7 +281,6 @@ WATCHERS = [
         also={"data.source": "jsonl", "data.path": "questions/train.jsonl"},
     ),
     watch("eval.prompts", lambda look: len(look.evaluated()["arithmetic"]), (0, len(ROWS)), (2, 2)),
-    echoes("eval.samples_per_prompt", lambda look: len(look.evaluated()["arithmetic"][0].rollouts), 4, 8),
     watch("eval.temperature", evaluated_with, (1.0, [1, 1, 0]), (0.25, [0.25, 1, 0])),
     watch("eval.top_p", evaluated_with, (1.0, [1, 1, 0]), (0.5, [1, 0.5, 0])),
     watch("eval.top_k", evaluated_with, (0, [1, 1, 0]), (3, [1, 1, 3])),
