@@ -107,6 +107,25 @@ def page_tokens_for(
     return size
 
 
+def check_page_tokens(kind: Kind, page_tokens: int, *, capacity: int, dtype: str) -> None:
+    """Raises ValueError if the kernel of a platform does not support a number of tokens per page, or a page is longer than any sequence."""
+    tile = tpu_cache.LANES if dtype in cache.EIGHT_BITS else tpu_cache.tile_rows(dtype)
+    if kind == "tpu" and page_tokens % tile:
+        raise ValueError(
+            f"page_tokens={page_tokens} must be a multiple of {tile} for a {dtype} cache on TPU, because TPU memory is tiled; "
+            f"for example {-(-page_tokens // tile) * tile}"
+        )
+    if kind == "gpu" and (page_tokens < gpu_cache.SMALLEST_PAGE or page_tokens & (page_tokens - 1)):
+        raise ValueError(
+            f"page_tokens={page_tokens} must be a power of two, at least {gpu_cache.SMALLEST_PAGE}, for the GPU kernel, for example 64"
+        )
+    if page_tokens > (longest := max(capacity, tpu_cache.LANES)):
+        raise ValueError(
+            f"page_tokens={page_tokens} must be at most {longest}: the longest prompt and response have {capacity} tokens together, so the rest of a page would "
+            "stay empty; lower this value, or leave it out"
+        )
+
+
 def sizes_for(
     kind: Kind, mesh: Mesh, *, holders: int, capacity: int, page_tokens: int, cache_tokens: int = 0, call_tokens: int = 0,
     token_bytes: Mapping[int, int] | None = None, room: int | None = None,

@@ -416,11 +416,11 @@ class DecoderEngine:
     def _of_block(self, slots: Array, index: Array) -> Array:
         """Selects the entries of one block from an array over all slots. On each device, a block is a range of adjacent slots."""
         devices = slots.reshape(self._spread, -1, *slots.shape[1:])
-        new = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
-        return new.reshape(-1, *slots.shape[1:])
+        block = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
+        return block.reshape(-1, *slots.shape[1:])
 
     def _with_block(self, slots: Array, new: Array, index: Array) -> Array:
-        """Returns an array over all slots in which `part` replaces the entries of one block."""
+        """Returns an array over all slots in which `new` replaces the entries of one block."""
         devices, block = (whole.reshape(self._spread, -1, *whole.shape[1:]) for whole in (slots, new))
         whole = lax.dynamic_update_slice_in_dim(devices, block, index * BLOCK_SLOTS, axis=1)
         return whole.reshape(slots.shape)

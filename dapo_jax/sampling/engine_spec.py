@@ -8,7 +8,14 @@ from jax.sharding import Mesh
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import batch_shards
 from dapo_jax.sampling.cache_sizes import PageSizes
-from dapo_jax.sampling.caches import Kind, kind_for, page_tokens_for, sizes_for, token_bytes
+from dapo_jax.sampling.caches import (
+    Kind,
+    check_page_tokens,
+    kind_for,
+    page_tokens_for,
+    sizes_for,
+    token_bytes,
+)
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
 _ROWS, _TOKENS = 4, 4096
@@ -83,6 +90,8 @@ class EngineSpec:
         """Returns the sizes of the pages for `holders` sequences (see `caches.sizes_for`)."""
         kind, dtype, capacity = self.cache_kind(mesh, config), self.stored_dtype, self.capacity
         slots = BLOCK_SLOTS * batch_shards(mesh.shape) if self.batch_invariant else self.slots
+        if self.page_tokens:
+            check_page_tokens(kind, self.page_tokens, capacity=capacity, dtype=dtype)
         tokens = self.page_tokens or page_tokens_for(
             kind, mesh, config, slots=slots, capacity=capacity, dtype=dtype
         )

@@ -1,11 +1,37 @@
 """The benchmark for a GPU, with a tiny model on the CPU."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks import gpu
 from benchmarks.workload import Workload
 from dapo_jax.models.presets import PRESETS
 from dapo_jax.plan.chips import CHIPS
+from tests.several import ROOT
+
+
+def results_of(folder, *more):
+    """Runs the command without peers, and returns the results that it wrote."""
+    words = "--size tiny --rollout 2,4,8,8 2,8,8,8 --update 2,4,8,8 --rows-per-microbatch 4 --rounds 2 --platforms cpu --card h100"
+    command = [sys.executable, "-m", "benchmarks.gpu", *words.split(), "--peers", folder / "none", "--out", folder, *more]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "vllm is left out" in done.stdout
+    assert "trl is left out" in done.stdout
+    return json.loads((folder / "gpu.json").read_text())["results"]
+
+
+# Slow: compiles decoding and an update in other processes. The tests above run the command without our system.
+@pytest.mark.slow
+def test_one_command_measures_our_system_with_both_kinds_of_flags(tmp_path):
+    found = results_of(tmp_path)
+    sizes = ("rollout 2x4x8x8", "rollout 2x8x8x8", "update 2x4x8x8")
+    assert set(found) == {f"{size}:ours{timed}" for size in sizes for timed in ("", " timed")}
+    for result in found.values():
+        assert len(result["seconds"]) == len(result["share"]) == 2
+        assert all(0 < share < 1 for share in result["share"])
 
 
 def test_the_least_time_of_qwen3_by_hand():

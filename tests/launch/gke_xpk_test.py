@@ -45,6 +45,17 @@ def test_train_submits_one_workload_that_installs_and_resumes(laptop):
     ]
 
 
+def test_an_image_is_not_installed_into_and_own_flags_of_the_compiler_reach_the_pods(laptop):
+    flags = "LIBTPU_INIT_ARGS=--xla_mine=1 --xla_too=2"
+    done = train(laptop, "--image=gcr.io/mine/dapo:1", LIBTPU_INIT_ARGS=flags.partition("=")[2])
+    assert done.returncode == 0
+    assert pods_environment(laptop) == ["DAPO_JAX_DISTRIBUTED=1", flags]
+    words = words_of(laptop)
+    assert "--docker-image=gcr.io/mine/dapo:1" in words
+    assert not [word for word in words if "script-dir" in word or "base-docker" in word]
+    assert words[-1] == f"--command=dapo-jax train {' '.join(RUN)} --resume"
+
+
 def test_tokens_are_named_and_not_shown(laptop):
     done = train(laptop, **TOKENS)
     assert done.returncode == 0, done.stderr
@@ -63,6 +74,8 @@ def test_tokens_are_named_and_not_shown(laptop):
         (["--slices=2", "parallel.data=3"], "--slices=2, parallel.data=3:"),  # only `data` may span slices
         # Two slices of 128 devices.
         (["--slices=2", "parallel.data=2", "parallel.fsdp=32"], "--type=v5p-256 --slices=2 has 256"),
+        (["--type=v6e-63"], "--type=v6e-63"),
+        (["--spot"], "--spot is not an option"),
     ],
 )
 def test_refused_command_lines_submit_nothing(laptop, words, message):

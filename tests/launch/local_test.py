@@ -66,6 +66,13 @@ def test_xla_takes_the_flags_however_many_cores_there_are(cores, threads, tmp_pa
     subprocess.run([sys.executable, "-c", asked], env=environment, timeout=60, check=True)
 
 
+@pytest.mark.parametrize("arguments", [[], ["2", "4"], ["0", "4", "train"], ["2", "four", "train"]])
+def test_wrong_arguments_print_the_usage(arguments):
+    done = local(*arguments)
+    assert done.returncode == 2
+    assert f"found: {' '.join(arguments)}" in done.stderr
+
+
 def test_each_line_has_the_index_of_its_process(python):
     done = local("3", "2", "quick", env=python)
     assert done.returncode == 0

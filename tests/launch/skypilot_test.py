@@ -5,7 +5,7 @@ import shutil
 import pytest
 import yaml
 
-from tests.launch.clients import ROOT, TOKENS
+from tests.launch.clients import ROOT, TOKENS, shellcheck
 
 TASK = yaml.safe_load((ROOT / "launch" / "skypilot.yaml").read_text())
 RUN = {"CONFIG": "configs/quickstart.yaml", "RUN_DIR": "gs://bucket/run", "OVERRIDES": "steps=3 seed=1"}
@@ -25,6 +25,23 @@ def machine(laptop):
 
 def step(machine, name, **environment):
     return machine.run("bash", "-c", TASK[name], **environment)
+
+
+def test_the_fields_are_those_of_skypilot():
+    """The schema is in sky/utils/schemas.py of SkyPilot 0.14.1. It refuses other fields."""
+    assert TASK.keys() <= {"name", "workdir", "num_nodes", "resources", "setup", "run", "envs", "secrets"}
+    assert TASK["resources"].keys() == {"accelerators", "job_recovery"}
+    assert TASK["resources"]["job_recovery"] == {"recover_on_exit_codes": [1, 75]}
+    assert all(value is None or isinstance(value, str) for value in TASK["envs"].values())
+    assert TASK["envs"].keys() == RUN.keys()
+
+
+@pytest.mark.skipif(shellcheck() is None, reason="shellcheck is not installed; it comes with the extra `dev`")
+@pytest.mark.parametrize("name", ["setup", "run"])
+def test_shellcheck_finds_nothing(machine, name):
+    (machine.work / "step.sh").write_text(f"#!/usr/bin/env bash\n{TASK[name]}")
+    done = machine.run(shellcheck(), "step.sh")
+    assert done.returncode == 0, done.stdout
 
 
 def test_each_machine_starts_one_process_of_the_run_which_alone_is_not_distributed(machine):

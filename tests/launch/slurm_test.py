@@ -72,3 +72,18 @@ def test_a_stop_is_passed_to_the_step_and_the_job_is_requeued(laptop, number):
     finally:
         subprocess.run(["kill", "--", f"-{job.pid}"], check=False)
         assert "signalled to stop; requeued" in job.communicate()[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        (RUN, {}, "not in a job"),
+        (("run_dir=runs/x",), JOB, "CONFIG is missing"),
+        ((*RUN, "--nodes=2"), JOB, "--nodes=2 is not an option"),
+        (RUN, {"SLURM_JOB_ID": "71"}, "ask for GPUs"),
+    ],
+)
+def test_misuse_is_reported(laptop, words, environment, message):
+    done = laptop.launch("slurm.sbatch", *words, **environment)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,7 +1,7 @@
 """A stand-in for the clients of a cloud and for the programs of a worker: `python -S stub.py CLIENT WORDS`.
 
-It records every call in FOLDER/calls.jsonl and replies by FOLDER/scenario.json. The scenario has a list of replies for each verb, and
-the last is repeated: an exit status, a text to print, or an error.
+It records every call in FOLDER/calls.jsonl, refuses options that the client would refuse, and replies by FOLDER/scenario.json. The
+scenario has a list of replies for each verb, and the last is repeated: an exit status, a text to print, or an error.
 """
 
 import fcntl
@@ -18,8 +18,23 @@ from pathlib import Path
 FOLDER = Path(os.environ["STUB_FOLDER"])
 REPLIES = {"describe": ["NOT_FOUND", "ACTIVE"], "squeue": ["RUNNING"]}
 SCENARIO = REPLIES | json.loads((FOLDER / "scenario.json").read_text())
-VERBS = {"gcloud": 3, "xpk": 1, "kubectl": 0, "scontrol": 0}
-"""The word of a client's command that is its verb. The other clients have a single verb."""
+OPTIONS = {
+    "gcloud compute tpus queued-resources create": "zone= node-id= accelerator-type= runtime-version= project= network= reserved spot quiet",
+    "gcloud compute tpus queued-resources describe": "zone= project= format=",
+    "gcloud compute tpus queued-resources delete": "zone= project= force quiet",
+    "gcloud compute tpus tpu-vm ssh": "zone= project= worker= quiet command= ssh-flag=",
+    "gcloud compute tpus tpu-vm scp": "zone= project= worker= quiet",
+    "xpk workload create": "command= tpu-type= workload= cluster= zone= project= num-slices= max-restarts= restart-on-exit-codes= env-file= "
+    "base-docker-image= docker-image= script-dir=",
+    "xpk workload delete": "workload= cluster= force zone= project=",
+    "kubectl logs": "container= follow selector= tail=",
+    "scontrol requeue": "",
+    "scancel": "signal=",
+    "squeue": "jobs= format= noheader",
+    "srun": "ntasks-per-node= cpu-bind= kill-on-bad-exit= wait=",
+}
+"""Options that the scripts use; `=` has a value. All are in the help of Google Cloud SDK 528, XPK 1.16, kubectl 1.32 and the manual pages of
+Slurm."""
 
 
 def main(client, words):
@@ -27,7 +42,7 @@ def main(client, words):
         return uv(words)
     if client == "dapo-jax" and words[0] == "config":
         return config(words)
-    verb = verb_of(client, words)
+    verb = client if client == "dapo-jax" else checked(client, words)
     more = {}
     if verb in ("srun", "dapo-jax"):
         names = r"DAPO_JAX_\w+|HF_TOKEN|WANDB_API_KEY|JAX_\w+|LIBTPU_\w+"
@@ -46,10 +61,21 @@ def main(client, words):
     return reply(verb)
 
 
-def verb_of(client, words):
-    if "ssh" in words:  # --command=bash tpu_worker.sh VERB
+def checked(client, words):
+    """The verb of a command; ends the process if the client does not have one of its options."""
+    called = [client, *words]
+    command = next((known for known in OPTIONS if called[: len(known.split())] == known.split()), None)
+    if command is None:
+        sys.exit(f"Invalid choice: {called}")
+    for word in called[len(command.split()) :]:
+        if client == "srun" and not word.startswith("-"):
+            break  # the program with its own options
+        name, equals, _ = word.removeprefix("--").partition("=")
+        if word.startswith("-") and name + equals not in OPTIONS[command].split():
+            sys.exit(f"unrecognized arguments: {word}")
+    if command.endswith(" ssh"):  # --command=bash tpu_worker.sh VERB
         return next(word.split()[2] for word in words if word.startswith("--command="))
-    return words[VERBS[client]] if client in VERBS else client
+    return command.split()[-1]
 
 
 def record(client, words, **more):

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from tests.launch.clients import ASYNC_GATHERS, TOKENS
+from tests.launch.clients import ASYNC_GATHERS, TOKENS, printed
 
 POD = ("--name=pod", "--type=v5p-256", "--zone=us-east5-a", "--poll=0")
 RUN = ("configs/quickstart.yaml", "run_dir=gs://bucket/pod")
@@ -37,8 +37,6 @@ def test_train_requests_copies_starts_follows_and_deletes(laptop):
     for call in laptop.calls("gcloud"):
         assert call["verb"] == "describe" or "--quiet" in call["words"]  # gcloud must not prompt
         assert "--worker=all" in call["words"] or call["verb"] not in STARTED
-    [create] = [words for words in laptop.commands() if "create" in words]
-    assert {"--accelerator-type=v5p-256", "--runtime-version=v2-alpha-tpuv5"} <= {*create}
 
 
 def test_a_preempted_run_is_recreated_and_resumed(laptop):
@@ -74,6 +72,14 @@ def test_failures_are_resumed_until_restarts_are_used_up_and_the_tpu_stays(
     assert "delete" not in verbs(laptop)
 
 
+def test_a_run_is_not_given_up_when_gcloud_is_out_of_reach(laptop):
+    laptop.scenario(describe=["NOT_FOUND", "ACTIVE", "ERROR", "ERROR", "ACTIVE"], follow=[255, 0])
+    done = train(laptop)
+    assert done.returncode == 0, done.stderr
+    assert len(starts(laptop)) == 2
+    assert verbs(laptop).count("create") == 1
+
+
 def test_tokens_are_copied_in_a_file_and_are_nowhere_else(laptop):
     done = train(laptop, "--keep", **TOKENS)
     assert done.returncode == 0, done.stderr
@@ -84,6 +90,21 @@ def test_tokens_are_copied_in_a_file_and_are_nowhere_else(laptop):
     kept = laptop.folder / "copied" / "dapo_jax_tokens"
     assert [path for path in files if b"SECRET" in path.read_bytes()] == [kept]
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+
+def test_a_dry_run_prints_the_commands_of_a_run_and_executes_none(laptop):
+    up = ["ACTIVE"]
+    for command, *options in (("up",), ("status",), ("train", "--keep"), ("watch",), ("down",)):
+        training = (*RUN, "reward.grader=rewards.py:brief") if command in ("train", "watch") else ()
+        laptop.scenario(describe=["NOT_FOUND", *up] if command in ("up", "train") else up)
+        before = len(laptop.commands())
+        dry = laptop.launch("tpu_vm.sh", command, *POD, *options, *training, "--dry-run")
+        assert dry.returncode == 0, dry.stderr
+        assert len(laptop.commands()) == before
+        done = laptop.launch("tpu_vm.sh", command, *POD, *options, *training)
+        assert done.returncode == 0, done.stderr
+        assert printed(dry.stdout) == laptop.commands()[before:], command
+        assert len(laptop.commands()) > before
 
 
 @pytest.fixture
@@ -134,14 +155,39 @@ def test_a_second_run_is_not_started_over_an_active_one(laptop, worker):
 
 
 @pytest.mark.parametrize(
+    ("typed", "named", "image"),
+    [
+        ("v4-64", "v4-64", "tpu-ubuntu2204-base"),
+        ("v5e-8", "v5litepod-8", "v2-alpha-tpuv5-lite"),
+        ("v5p-256", "v5p-256", "v2-alpha-tpuv5"),
+        ("v6e-64", "v6e-64", "v2-alpha-tpuv6e"),
+    ],
+)
+def test_each_generation_has_its_image(laptop, typed, named, image):
+    more = ("--reserved", "--create-flag=--network=mine", "--project=p", "--dry-run")
+    done = laptop.launch("tpu_vm.sh", "up", "--name", "pod", "--type", typed, "--zone", "z", *more)
+    assert done.returncode == 0, done.stderr
+    [words] = [words for words in printed(done.stdout) if "create" in words]
+    assert words[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "pod"]
+    assert set(words[6:]) == {
+        "--node-id=pod", f"--accelerator-type={named}", f"--runtime-version={image}", "--zone=z", "--reserved", "--quiet",
+        "--network=mine", "--project=p",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--type=v6e-63"], "--type=v6e-63"),
+        (["--type=v5p:4x4x8"], "--type=v5p-256"),
+        (["--type=v6e-63"], "v6e has 1, 4, 8, 16, 32, 64, 128 or 256 chips"),
+        (["--name=Pod_1"], "--name=Pod_1"),
+        (["--sopt"], "--sopt"),
         (["reward.grader=../mine.py:f"], "../mine.py"),
-        (["data.source=gsm8k", "data.path=data/gsm8k"], "data/gsm8k"),
+        (["data.source=gsm8k", "data.path=data/gsm8k"], "data/gsm8k, which CONFIG names; add --file"),
         (["sampling.slotz=3"], "sampling.slotz"),
         # v5p-256 has 128 chips, and each is a device.
         (["parallel.fsdp=256"], "need 256 devices, but --type=v5p-256 has 128"),
+        (["parallel.tensor=3"], "need a multiple of 3 devices, but --type=v5p-256 has 128"),
         (["log.trackers=[wandb]"], "log.trackers=[wandb] needs WANDB_API_KEY"),
         (["run_dir=runs/pod"], "run_dir=runs/pod"),
     ],
@@ -151,3 +197,13 @@ def test_errors_end_the_command_before_anything_is_paid_for(laptop, words, messa
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert laptop.calls("gcloud") == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--type=v5p-384", "parallel.fsdp=192"), ("--type=v5e-8", "parallel.tensor=2"), ("--type=v4-8", "parallel.fsdp=8")],
+)  # fmt: skip
+def test_meshes_that_fit_are_accepted(laptop, words):
+    """v5p-384 has 192 devices. On v4 the number depends on the version of libtpu, so any is accepted."""
+    done = train(laptop, *words, "--dry-run")
+    assert done.returncode == 0, done.stderr

@@ -105,7 +105,7 @@ def test_overlong_penalty_counts_tokens_with_the_end_token(text, ended, penalty)
 
 
 def test_the_penalty_counts_only_sampled_tokens():
-    """12 tokens, of which the policy sampled 4 + 3 = 7: (7 - 6) / 4. All 12 would cost the full penalty."""
+    """The policy sampled 4 + 3 = 7 of 12 tokens, so the penalty is (7 - 6) / 4. All 12 would cost the full penalty."""
     turns = TurnSpan(0, 4), TurnSpan(9, 12)
     [rollout] = group(replace(response("=0000000002"), turns=turns), **CAP).rollouts
     assert (len(rollout.response.tokens), rollout.overlong_penalty, rollout.reward) == (12, -0.25, 0.75)

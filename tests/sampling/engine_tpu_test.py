@@ -58,10 +58,10 @@ def moved(program):
     return found
 
 
-def assert_in_place(program, layer):
-    """The state is updated in place: temporary memory is less than the cache of one layer."""
+def assert_in_place(program, layer, caches=None):
+    """The state is updated in place: temporary memory is less than the cache of one layer. `caches` is the size of all caches."""
     memory = program.memory_analysis()
-    assert memory.alias_size_in_bytes > LAYERS * layer
+    assert memory.alias_size_in_bytes > (caches or LAYERS * layer)
     assert memory.temp_size_in_bytes < layer // 4
 
 
@@ -103,10 +103,11 @@ def test_slots_over_the_chips_exchange_only_sampled_tokens():
 
 @pytest.mark.slow
 def test_layers_with_and_without_a_window_are_in_one_program():
-    """Heads of 256, as in Gemma. Each kind of layer has its own order of pages, and all caches are updated in place."""
+    """Heads of 256, as in Gemma. Each kind of layer has its own pages, and all caches are updated in place. A window of 512 tokens is in up to 5 pages of 128, and the
+    16 tokens of a call may begin another one."""
     program, layer = compiled(data=4, head_dim=256, windows=(512, 0))
     assert not moved(program)
-    assert_in_place(program, layer)
+    assert_in_place(program, layer, layer + layer * 6 * 128 // CAPACITY)
 
 
 # Slow: compiles a decode step. tests/sampling/tpu_kernel_test.py compiles the kernel for such heads without padding.

@@ -17,6 +17,7 @@ from dapo_jax.sampling import cache as dense
 from dapo_jax.sampling import gpu_cache, tpu_cache
 from dapo_jax.sampling.cache_sizes import slot_pages
 from dapo_jax.sampling.caches import cache_for, kind_for, page_tokens_for, sizes_for, without_kernel
+from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.testing import tiny_decoder_config
 
 KINDS = [
@@ -280,6 +281,21 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused():
     mesh = make_mesh(devices=jax.devices("cpu")[:1])
     with pytest.raises(ValueError, match=r"cache_tokens=100 is 3 pages of 32 .* need 4: set it to 128"):
         sizes_for("pages", mesh, holders=10, capacity=100, page_tokens=32, cache_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_tokens", "message"),
+    [
+        ("tpu", 20, r"page_tokens=20 must be a multiple of 16 .* 32$"),
+        ("gpu", 48, r"page_tokens=48 must be a power of two.* 64$"),
+        *((kind, 512, r"page_tokens=512 must be at most 128") for kind in ("pages", "tpu", "gpu")),
+    ],
+)
+def test_sizes_of_pages_that_do_not_fit_are_refused(kind, page_tokens, message):
+    mesh, sizes = make_mesh(devices=jax.devices("cpu")[:1]), {"slots": 10, "capacity": 100}
+    spec = EngineSpec(**sizes, steps_per_call=4, stop_ids=[], cache=kind, page_tokens=page_tokens)
+    with pytest.raises(ValueError, match=message):
+        spec.page_sizes(decoder_with(2, 128), mesh, holders=10, call_tokens=4)
 
 
 def test_pages_double_until_the_page_tables_fit_in_a_tpus_scalar_memory():

@@ -116,6 +116,21 @@ def test_a_response_may_fill_its_slot(serving, sampled):
     assert answers(engine, state, [1], calls=1)[0] == [[]]
 
 
+def test_a_cache_in_pages_gives_the_same_tokens(serving, sampled):
+    """Each slot twice, so that pages are reused."""
+    engine = serving(engine=decoder_of(page_tokens=4))
+    expected, state = sampled[:12], engine.init_decode_state()
+    for slot in (0, 2, 1, 2, 0, 1):
+        tokens, state = answers(engine, engine.insert(prefilled(engine), state, slot), [slot], calls=3)
+        assert tokens == [expected]
+
+
+def test_a_cache_with_too_few_pages_is_refused(serving):
+    """17 pages of 4 tokens, where 3 slots of 24 tokens may need 18."""
+    with pytest.raises(ValueError, match=r"17 pages.* need 18"):
+        serving(engine=decoder_of(page_tokens=4, cache_tokens=17 * 4))
+
+
 @pytest.mark.parametrize("length", [0, 17, CAPACITY])
 def test_a_prompt_that_does_not_fit_is_refused(length, serving):
     """JetStream's own tokenizers cut a prompt to 16 tokens and still report a length of 17."""

@@ -5,6 +5,8 @@ It samples four tokens per call and has a cache with pages of four tokens. `http
 
 import re
 import signal
+import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from io import StringIO
@@ -24,7 +26,7 @@ from dapo_jax.serving.request_loop import RequestLoop
 from dapo_jax.serving.serve import ServeOptions, serve
 from dapo_jax.serving.served_requests import ServedLimits
 from dapo_jax.testing import ScriptedEngine
-from dapo_jax.text.formatting import AS_IT_STANDS
+from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
 from tests.serving.servers import CONFIG, LIMIT, PATIENCE_S, PROMPTS, ROOT, TOKENIZER, running
 
 LIMITS = ServedLimits(
@@ -105,10 +107,12 @@ def test_concurrent_requests_are_answered_as_by_sample(server, direct, greedy):
 @pytest.mark.parametrize(
     ("prompt", "limit", "message"),
     [
+        (None, LIMIT, "set text_content or token_content"),
         ("1+x", LIMIT, "character 'x' at position 2"),
         ("1" * 10, LIMIT, "10 tokens; the server accepts 1 to 9: shorten it, or serve with a larger --max-prompt-tokens"),
         ([3, 17], LIMIT, "token id 17, which is not in the vocabulary of 17 ids, 0 to 16"),
         ("1+2", 11, "max_tokens is 11; the server accepts 1 to 10: lower it, or serve with a larger --max-response-tokens"),
+        ("x" + "1" * 3_000_000, LIMIT, "character 'x' at position 0"),
     ],
 )  # fmt: skip
 def test_an_invalid_request_is_refused_and_others_are_served(prompt, limit, message, server, direct):
@@ -118,6 +122,17 @@ def test_an_invalid_request_is_refused_and_others_are_served(prompt, limit, mess
     assert message in refused.value.details()
     assert len(refused.value.details()) <= 1000
     assert server.tokens("9:?", 4) == direct["9:?"][:4]
+
+
+def test_a_message_that_cannot_be_parsed_is_logged_in_one_line(server, direct):
+    content = b"\x0a\x02\xff\xfe"  # not UTF-8
+    call = server.channel.unary_stream("/jetstream_proto.Orchestrator/Decode")(content, timeout=PATIENCE_S)
+    with pytest.raises(grpc.RpcError) as refused:
+        list(call)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "DecodeRequest" in refused.value.details()
+    assert server.server.out.read_text().count(f"a message of {len(content)} bytes from ") == 1
+    assert server.tokens("7") == direct["7"]
 
 
 def full_loop():
@@ -139,6 +154,31 @@ def test_a_server_without_room_and_a_server_that_stops_have_their_own_status():
         with pytest.raises(grpc.RpcError) as refused:
             samples(server.address, "1")
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_others_are_answered_while_a_long_prompt_is_tokenized():
+    """The tokenizer of the first request waits for the second request, which has no turn if tokenizing blocks the event loop."""
+    other = threading.Event()
+
+    class Waiting(PromptFormat):
+        def encode(self, prompt, tokenizer):
+            if prompt == "2":
+                other.set()
+            raise ValueError("refused" if other.wait(10) else "the event loop was blocked")
+
+    with server_of(full_loop(), Waiting()) as server, ThreadPoolExecutor(2) as pool:
+        for asked in [pool.submit(samples, server.address, prompt) for prompt in ("1", "2")]:
+            assert "refused" in asked.exception().details()
+
+
+def test_a_port_that_is_taken_is_refused():
+    """By default gRPC shares a port among servers, and each gets some of the requests."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"127.0.0.1:{port}.*--port 0"), server_of(full_loop(), port=port):
+            pass
 
 
 def test_the_client_in_the_docs_works(server, greedy):
