@@ -238,7 +238,7 @@ class ParallelConfig(Section, at="parallel"):
     context: int = key(1, range=SIZE, aliases="ulysses_sequence_parallel_size context_parallel_size")
     """Context parallelism: number of devices over which each row of tokens is sharded. Use it for long responses."""
     sampler_tensor: int = key(0, aliases="vllm_tensor_parallel_size rollout.tensor_model_parallel_size")
-    """Number of devices over which a sampler's weights are sharded. The sampler's slots are distributed over groups of this many devices. 0 means the greatest common divisor of `tensor` and the sampler's number of devices."""
+    """Number of devices over which a sampler's weights are sharded. The sampler's slots are distributed over groups of this many devices. If a group has more devices than the model has key heads, several of them have the same key head. 0 means the greatest common divisor of `tensor` and the sampler's number of devices."""
     sampler_hosts: int = key(1, range=SIZE)
     """Number of processes that share a sampler. Use more than 1 only if the weights do not fit on the devices of one process."""
 

@@ -37,6 +37,8 @@ class Architecture:
     heads: int
     kv_heads: int
     """Number of key and value heads. Each is shared by `heads / kv_heads` query heads."""
+    head_shards: int = 1
+    """Number of devices over which a sampler splits heads. Key heads are repeated so that they can be split, too (`parameters.repeated_heads`)."""
     head_dim: int
     mlp_dim: int
     """Number of hidden features of the MLP, or of each expert."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import Sinks, causal_attention, part_attention
 from dapo_jax.models.layer_kinds import Attend, DecodingStep, Mixer, Paged, PrefillPart, TrainingRows
-from dapo_jax.models.parameters import Parameter, norm
+from dapo_jax.models.parameters import Parameter, norm, repeated_heads
 from dapo_jax.models.projections import Projections, rms_norm, rotary, with_offset
 from dapo_jax.models.rope import RopeTables
 from dapo_jax.numerics.precision import rounded
@@ -136,8 +136,9 @@ class Attention(Mixer):
         return replace(self, shares=False) if self.shares else None
 
     def _sizes(self, config: Architecture) -> tuple[int, int]:
-        """Returns the number of key heads and the number of dimensions of a head."""
-        return self.kv_heads or config.kv_heads, self.head_dim or config.head_dim
+        """Returns the number of key heads, with repeated ones, and the number of dimensions of a head."""
+        kv_heads = repeated_heads(self.kv_heads or config.kv_heads, config.head_shards)
+        return kv_heads, self.head_dim or config.head_dim
 
     @property
     def _inputs(self) -> tuple[str, ...]:
@@ -200,7 +201,7 @@ def _heads_normed(layer: Any, query: Array, key: Array | None, *, together: bool
         return _normed(layer, query, layer.query_norm, config.heads), None
     if not together or config.qk_norm != "head":
         query = _normed(layer, query, layer.query_norm, config.heads)
-        return query, _normed(layer, key, layer.key_norm, config.kv_heads)
+        return query, _normed(layer, key, layer.key_norm, repeated_heads(config.kv_heads, config.head_shards))
     both = jnp.concatenate([query, key])
     factors = jax.lax.rsqrt(jnp.mean(both * both, axis=1, keepdims=True) + config.norm_eps)
     of_query, of_key = (with_offset(config, norm[...]) for norm in (layer.query_norm, layer.key_norm))

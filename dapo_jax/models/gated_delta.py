@@ -64,8 +64,8 @@ class GatedDelta(Recurrent):
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
         embed, heads = config.embed_dim, (self.value_heads,)
         axes = {
-            "query": ("kv_heads", "head_dim"),
-            "key": ("kv_heads", "head_dim"),
+            "query": ("heads", "head_dim"),
+            "key": ("heads", "head_dim"),
             "value": ("heads", "head_dim"),
         }
         sizes = self.sizes

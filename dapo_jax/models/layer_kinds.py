@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.device_layout import Layout
-from dapo_jax.models.parameters import Parameter, is_matrix, norm
+from dapo_jax.models.parameters import Parameter, is_matrix, norm, repeated_heads
 from dapo_jax.models.projections import Projections
 from dapo_jax.models.rope import RopeTables
 
@@ -44,6 +44,10 @@ class Paged:
     def options(self) -> dict[str, int]:
         """Arguments of the functions of a cache."""
         return {} if self.value_dim is None else {"value_dim": self.value_dim}
+
+    def heads_on(self, tensor: int) -> int:
+        """Returns the number of heads on each of `tensor` devices, with repeated ones."""
+        return repeated_heads(self.kv_heads, tensor) // tensor
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Mamba(Recurrent):
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
         embed, heads = config.embed_dim, (self.heads,)
         # Devices along `tensor` have different heads. One group cannot be split, so each of them has its B and C.
-        shared = ("kv_heads" if self.groups > 1 else "features", "head_dim")
+        shared = ("heads" if self.groups > 1 else "features", "head_dim")
         axes = {"query": shared, "key": shared, "value": ("heads", "head_dim")}
         shapes = {**self.sizes, "value_gate": self.sizes["value"], "step": heads}
         axes |= {"value_gate": axes["value"], "step": ("heads",)}

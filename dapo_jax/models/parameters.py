@@ -80,6 +80,12 @@ class Parameter:
         )
 
 
+def repeated_heads(kv_heads: int, shards: int) -> int:
+    """Returns the number of key heads of a sampler that splits heads over `shards` devices. Each head is repeated until the devices have equally many. A query
+    attends to a copy of its key head, so the results are the same."""
+    return math.lcm(kv_heads, shards)
+
+
 def norm(config: Architecture, *shape: int, axes: tuple[str, ...] = ("norm",), tensor: str = "") -> Parameter:
     """Returns the weight of a norm, whose initial factors are 1."""
     start = 1.0 - config.norm_offset

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
@@ -18,7 +19,7 @@ from jaxtyping import Array, Int, PyTree
 
 from dapo_jax.models.decoder import is_apart, stacks_of
 from dapo_jax.models.joined import joined
-from dapo_jax.models.parameters import is_float32, output_dimensions
+from dapo_jax.models.parameters import is_float32, output_dimensions, repeated_heads
 from dapo_jax.numerics.quantization import quantized
 from dapo_jax.parallel.mesh import AXES, Meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, split
@@ -38,6 +39,8 @@ def both_on(mesh: Mesh) -> Meshes:
 class WeightTransfer:
     """Converts trainer parameters to this process's sampler weights. Every process calls it with the same parameters.
 
+    Key heads are repeated until they can be split over the sampler's axis `tensor`.
+
     Args:
         params: decoder parameters with stacked layers, or their shapes. They may consist of adapters only, or of a base without adapters.
         where: all meshes of the run, or the mesh on which a single process trains and samples.
@@ -56,7 +59,7 @@ class WeightTransfer:
         places: Sequence[tuple[str, int]] = (), join: bool | None = None,
     ) -> None:  # fmt: skip
         meshes = both_on(where) if isinstance(where, Mesh) else where
-        self._dtype, self._eight_bit = dtype, eight_bit
+        self._dtype, self._eight_bit, self._tensor = dtype, eight_bit, meshes.sampler.shape["tensor"]
         # The CPU runtime may hang if many collective programs are queued.
         self._waits = meshes.train.devices.flat[0].platform == "cpu"
         stacks = stacks_of(params)
@@ -73,7 +76,7 @@ class WeightTransfer:
         self._source = shardings(shapes, meshes.train)
         self._target = shardings(shapes, meshes.publish, SAMPLER_RULES)
         join = meshes.sampler.devices.flat[0].platform != "cpu" if join is None else join
-        self._join = partial(joined, parts=meshes.sampler.shape["tensor"]) if join else lambda part: part
+        self._join = partial(joined, parts=self._tensor) if join else lambda part: part
         shapes = {name: jax.eval_shape(self._join, part) for name, part in shapes.items()}
         made = shardings(shapes, meshes.publish, SAMPLER_RULES)
         self._sampler = shardings(shapes, meshes.sampler, SAMPLER_RULES)
@@ -127,9 +130,13 @@ class WeightTransfer:
 
     def _cast(self, tree: nnx.State) -> nnx.State:
         def cast(leaf: nnx.Variable) -> nnx.Variable:
+            axes = leaf.get_metadata()["axes"]
+            if "kv_heads" in axes:
+                heads = leaf.shape[at := axes.index("kv_heads")]
+                copies = repeated_heads(heads, self._tensor) // heads
+                leaf = leaf.replace(jnp.repeat(leaf[...], copies, axis=at)) if copies > 1 else leaf
             if is_float32(leaf):
                 return leaf
-            axes = leaf.get_metadata()["axes"]
             # A matrix product sums over all dimensions after the output dimensions. A bias has only output dimensions.
             summed = tuple(range(output_dimensions(axes).stop, len(axes)))
             if self._eight_bit and "rank" not in axes and summed:
@@ -167,7 +174,8 @@ def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:
     shardings in trainer and sampler, and a single sampler must use all devices. `frozen` is the base, or its shapes, with stacked layers."""
     variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     kinds = {each.dtype.name for each in variables if not is_float32(each)}
-    if meshes.count > 1 or meshes.train.size != meshes.sampler.size or kinds != {dtype}:
+    alike = [(mesh.size, mesh.shape["tensor"]) for mesh in (meshes.train, meshes.sampler)]
+    if meshes.count > 1 or alike[0] != alike[1] or kinds != {dtype}:
         return False
     trained = jax.tree.leaves(shardings(frozen, meshes.train, TRAINER_RULES))
     sampled = jax.tree.leaves(shardings(frozen, meshes.sampler, SAMPLER_RULES))

@@ -126,9 +126,7 @@ class Programs:
         inputs = decoder.layers * decoder.layer_embed_dim
         flowing = 4 * (decoder.embed_dim + decoder.head_dim + inputs) * width
         tensor = sizes.sampler["tensor"]
-        features = sum(
-            state.arrays * -(-state.kv_heads // tensor) * state.head_dim for state in decoder.paged
-        )
+        features = sum(state.arrays * state.heads_on(tensor) * state.head_dim for state in decoder.paged)
         cached = features * jnp.dtype(self._dtype).itemsize
         return Resident(
             state=params + moments,

@@ -154,7 +154,7 @@ def _smaller_cache(plan: Plan, held: int, over: int) -> Iterator[Way]:
 
 
 def _smaller_weights(plan: Plan, held: int) -> Iterator[Way]:
-    devices, tensor, heads = plan.sizes.sampler_devices, plan.sizes.sampler["tensor"], plan.decoder.kv_heads
+    devices, tensor, heads = plan.sizes.sampler_devices, plan.sizes.sampler["tensor"], plan.decoder.heads
     wider = [more for more in range(tensor + 1, devices + 1) if devices % more == 0 and heads % more == 0]
     if wider:
         frees = held - held * tensor // wider[-1]

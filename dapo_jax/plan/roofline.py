@@ -186,8 +186,7 @@ def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig, tensor: i
     dtype = config.model.compute_dtype
     size, scale = (1, 4) if config.sampling.cache_dtype else (jnp.dtype(dtype).itemsize, 0)
     return sum(
-        state.arrays * -(-state.kv_heads // tensor) * (state.head_dim * size + scale)
-        for state in decoder.paged
+        state.arrays * state.heads_on(tensor) * (state.head_dim * size + scale) for state in decoder.paged
     )
 
 

@@ -62,7 +62,7 @@ def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) ->
     sharded over the devices. The largest number comes first; 0 means all tokens."""
 
     def size(state: Paged) -> int:
-        heads, tokens = -(-state.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
+        heads, tokens = state.heads_on(mesh.shape["tensor"]), tpu_cache.LANES
         page = jax.eval_shape(
             lambda: _MODULES[kind].empty(1, heads, tokens, state.head_dim, dtype, **state.options)
         )
@@ -77,7 +77,7 @@ def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) ->
 def _pages_at_once(config: DecoderConfig, mesh: Mesh, page_tokens: int, dtype: str) -> int:
     """Returns the number of pages that a kernel step on a TPU reads in every layer (see `tpu_cache.pages_at_once`)."""
     tensor = mesh.shape["tensor"]
-    shapes = {(-(-state.kv_heads // tensor), page_tokens, state.head_dim) for state in config.paged}
+    shapes = {(state.heads_on(tensor), page_tokens, state.head_dim) for state in config.paged}
     return min(tpu_cache.pages_at_once(*shape, dtype) for shape in shapes)
 
 
@@ -179,19 +179,12 @@ def cache_for(
     kind: Kind, mesh: Mesh, sizes: PageSizes, config: DecoderConfig, *, cache_dtype: str, compute_dtype: str
 ) -> Cache:
     """Returns the functions of a cache of kind `kind`. Keys and values are stored in `cache_dtype`, and attention products are computed in `compute_dtype`.
-    On any platform other than its own, a kernel runs in the slow interpret mode. Raises ValueError if the key-value heads cannot be split over the mesh."""
-    # Latents are not split: the number is 0 if all states are latents.
-    kv_heads = math.gcd(*(state.kv_heads for state in config.paged if state.value_dim is None))
-    cap, tensor = config.score_cap, mesh.shape["tensor"]
+    On any platform other than its own, a kernel runs in the slow interpret mode."""
+    cap = config.score_cap
     if kind == "slots":
         return DENSE if cap is None else replace(DENSE, extend=partial(DENSE.extend, cap=cap))
     heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
     layer, columns = PartitionSpec(BATCH_AXES, "tensor"), PartitionSpec(None, None, BATCH_AXES)
-    if kv_heads % tensor:
-        raise ValueError(
-            f"the model's {kv_heads} key heads cannot be split over the {tensor} devices of the sampler's tensor axis; "
-            f"set parallel.sampler_tensor, or parallel.tensor, to a divisor of {kv_heads}"
-        )
     pages = _MODULES[kind]
     step = paged_cache if kind == "pages" else pages
     reading = partial(step.reading, page_tokens=sizes.page_tokens)

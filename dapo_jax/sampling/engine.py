@@ -85,7 +85,7 @@ class DecoderEngine:
         """Builds the programs for one mesh. Raises ValueError if the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum
         position, or the cache cannot hold one sequence (with `batch_invariant`: all sequences)."""
         spec.check(config, mesh)
-        config = config.for_length(spec.capacity)
+        config = replace(config.for_length(spec.capacity), head_shards=mesh.shape["tensor"])
         self._spread = spread = batch_shards(mesh.shape)
         self._blocks = spec.slots // (spread * BLOCK_SLOTS) if spec.batch_invariant else 0
         self.slots, self.capacity, self.stop_ids = spec.slots, spec.capacity, tuple(spec.stop_ids)

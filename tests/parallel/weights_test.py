@@ -43,8 +43,8 @@ def separate(layer):
     return found
 
 
-def assert_exact(weights, params, dtype):
-    """Compares layer i with row i of every stack, rounded to `dtype` except norms."""
+def assert_exact(weights, params, dtype, *, copies=1):
+    """Compares layer i with row i of every stack, rounded to `dtype` except norms. Each key head has `copies`, one after the other."""
     stacked, ends = nnx.to_pure_dict(params)["blocks"], nnx.to_pure_dict(params)["ends"]
     assert len(weights["layers"]) == CONFIG.layers
     parts = [(weights["ends"], ends)]
@@ -56,6 +56,8 @@ def assert_exact(weights, params, dtype):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             kept = jnp.float32 if "norm" in name else dtype
+            if name in ("key", "value", "key_bias", "value_bias"):
+                value = jnp.repeat(value, copies, axis=0)
             assert found[name].dtype == kept, name
             np.testing.assert_array_equal(found[name], value.astype(kept), err_msg=name)
 
@@ -160,14 +162,19 @@ def test_new_weights_compile_nothing_and_leave_the_old_alive(one_device, caplog)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "sampler_tensor"),
-    [({"data": 2, "fsdp": 4}, 2), ({"fsdp": 2, "tensor": 2, "context": 2}, 1)],
+    ("sizes", "sampler_tensor", "copies"),
+    [
+        ({"data": 2, "fsdp": 4}, 2, 1),
+        ({"fsdp": 2, "tensor": 2, "context": 2}, 1, 1),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 4, 2),
+    ],
 )
-def test_trainer_and_sampler_may_have_different_meshes(sizes, sampler_tensor):
+def test_trainer_and_sampler_may_have_different_meshes(sizes, sampler_tensor, copies):
+    """The model has 2 key heads, so each of 4 devices gets a copy of one of them."""
     meshes = make_meshes(make_mesh(**sizes), sampler_tensor=sampler_tensor)
     transfer = WeightTransfer(shapes_of(CONFIG), meshes, dtype="bfloat16")
     weights = transfer(jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), meshes.train)))
-    assert_exact(weights, tiny_params(CONFIG), jnp.bfloat16)
+    assert_exact(weights, tiny_params(CONFIG), jnp.bfloat16, copies=copies)
     assert weights["layers"][1]["down"][...].sharding == NamedSharding(meshes.sampler, P(None, "tensor"))
 
     def described(leaf):

@@ -315,13 +315,6 @@ def test_pages_double_until_the_page_tables_fit_in_a_tpus_scalar_memory():
         found("tpu", 1768)
 
 
-def test_heads_that_do_not_spread_over_the_mesh_are_refused():
-    mesh = make_mesh(data=1, fsdp=1, tensor=4, devices=jax.devices("cpu")[:4])
-    sizes = sizes_for("pages", mesh, holders=4, capacity=24, page_tokens=16)
-    with pytest.raises(ValueError, match=r"2 key heads .* 4 devices .* parallel.sampler_tensor"):
-        cache_for("pages", mesh, sizes, decoder_with(2, 8), cache_dtype="float32", compute_dtype="float32")
-
-
 class Gpu:
     platform, device_kind, process_index, id = "gpu", "NVIDIA H100", 0, 0
 
