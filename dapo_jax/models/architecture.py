@@ -95,7 +95,7 @@ class Architecture:
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP before they are added to the residual stream (Granite)."""
     layer_embed_dim: int = 0
-    """Size of the embedding of a token that each layer has for itself. If 0, there are none (Gemma 4)."""
+    """Size of the embedding of a token that each layer has for itself. If 0, layers have no embeddings (Gemma 4)."""
     vocab_multiple: int = 1
     """The rows of the embedding and the unembedding are padded to a multiple of this number, so that they can be split over devices."""
     lora: LoraShape | None = None

@@ -35,8 +35,6 @@ class Family:
     """The beginnings of names of tensors that differ from Llama's, in a layer or in the model. The first that fits is replaced."""
     experts: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Experts` that are the same in all models of the family."""
-    mixers: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the mixers other than attention, likewise."""
     read: Callable[[Mapping[str, Any], Mapping[str, Any], object], Mapping[str, Any]] | None = None
     """Maps the values of config.json with defaults, the fields of `DecoderConfig` so far, and the path of the file to further fields."""
     write: Callable[[Any], Mapping[str, Any]] | None = None
@@ -46,7 +44,7 @@ class Family:
     neighbours: bool = False
     """Whether the rotation pairs dimensions 2i and 2i + 1 in the file."""
     layer_types: tuple[str, ...] = ("full_attention", "attention")
-    """The names in layer_types that `read` supports, in addition to layers with a window and the mixers in `families`."""
+    """The names in layer_types that load, in addition to layers with a window."""
 
     def path(self, tensor: str) -> str:
         """Returns the name of a tensor in files of this family (see `paths`)."""

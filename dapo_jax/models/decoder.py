@@ -239,67 +239,30 @@ class Decoder(nnx.Module):
         With experts, it also returns a dictionary: `flipped` [batch, seq], the number of layers in which the router's own choice differs from the forced
         choice in `routes`, and `load` [layers, experts], the number of tokens that use each expert, without padding.
         """
-        config, layout, dtype = self.ends.config, self.ends.layout, self.ends.compute_dtype
+        config, rows = (
+            self.ends.config,
+            TrainingRows(segment_ids, prefix_ids, positions, self.ends.layout, self.ends.compute_dtype),
+        )
         tables = rope_tables(positions.reshape(-1), config)
         if config.rope_of_layer:
             tables = tuple(map(jnp.stack, zip(*tables, strict=True)))
-        numbers = {stack: _numbers(config, stack) for stack in config.stacks}
-
-        def counted(own: Array, forced: Array | None) -> dict[str, Array]:
-            assert config.experts is not None
-            used = own if forced is None else jnp.where(forced == NO_ROUTE, own, forced)
-            kept = (own[:, :, None] == used[:, None]).any(2).all(1)
-            real = (segment_ids.reshape(-1) > 0).astype(jnp.int32)
-            hits = jax.nn.one_hot(used, config.experts.count, dtype=jnp.int32) * real[:, None, None]
-            return {"flipped": (~kept).astype(jnp.int32), "load": hits.sum((0, 1), dtype=jnp.int32)}
-
-        rows = TrainingRows(segment_ids, prefix_ids, positions, layout, dtype)
-        sources = dict.fromkeys(mixer.source for mixer in config.mixers if mixer and mixer.source)
-        handed_on: dict[Any, int] = {mixer: number for number, mixer in enumerate(sources)}
-
-        def scanned(stack: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            """Returns a function that applies a layer of this stack, and its arguments for each layer, to scan."""
-            layers, mixer = config.layers_of(stack), config.stacks[stack].mixer
-            graph, apart, stacked = nnx.split(
-                getattr(self, stack), lambda _, leaf: _is_tuple(leaf.get_value()), ...
-            )
-            attend: Any = mixer and mixer.over_rows(config, rows)
-
-            def chosen(at: int) -> nnx.State:
-                return jax.tree.map(lambda arrays: as_stored(arrays[at]), apart, is_leaf=_is_tuple)
-
-            reads, writes = handed_on.get(mixer and mixer.source), handed_on.get(mixer)
-
-            def layer(carry: _Carry, given: tuple[Any, ...]) -> tuple[_Carry, dict[str, Array] | None]:
-                (x, handed), (index, turn, data, weights, forced, own_inputs) = carry, given
-                if apart:
-                    branches = [partial(chosen, at) for at in range(len(layers))]
-                    weights = nnx.merge_state(weights, jax.lax.switch(index, branches))
-                rope = tables[0] if turn is None else tuple(table[turn] for table in tables)
-                how = partial(attend, **data) if data else attend
-                how = how if reads is None else partial(how, shared=handed[reads])
-                x, kept, own = nnx.merge(graph, weights)(x, rope, how, forced, own_inputs)
-                handed = handed if writes is None else {**handed, writes: kept}
-                return (x, handed), None if own is None else counted(own, forced)
-
-            # Without `jax.checkpoint`, the scan would store a copy of each chosen layer's weights for the backward pass.
-            if self.remat != "none" or apart:
-                layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
-            index = jnp.arange(len(layers), dtype=jnp.int32) if apart else None
-            of_stack, own_inputs = None, None if inputs is None else inputs[np.array(layers)]
-            if routes is not None and layers[0] in config.routed:
-                forced = [config.routed.index(at) for at in layers]
-                of_stack = routes if len(forced) == len(routes) else routes[np.array(forced)]
-            return layer, (index, *numbers[stack], stacked, of_stack, own_inputs)
-
         # With a single token axis, the backward pass on CPU is 1.6 times as fast as with two axes.
         x = self.ends.embed(tokens.reshape(-1))
         inputs = self.ends.layer_inputs(tokens.reshape(-1), x)
         if routes is not None:
             routes = routes.reshape(-1, *routes.shape[2:]).transpose(1, 0, 2)
-        stacks = {stack: scanned(stack) for stack in config.stacks}
-        writers = [stack for stack, kind in config.stacks.items() if kind.mixer in handed_on]
-        x, counts = _over_periods(x, config.periods, stacks, writers)
+        counts, handed = dict[str, dict[str, Array]](), dict[Any, Any]()
+        for period, _ in config.periods:
+            stacks = {
+                name: self._scanned(name, rows, tables, routes, inputs, handed)
+                for name in sorted(set(period))
+            }
+            x, of_stacks = _over_periods(x, period, stacks)
+            for name, (kept, counted) in of_stacks.items():
+                if kept is not None:
+                    handed[config.stacks[name].mixer] = jax.tree.map(lambda leaf: leaf[-1], kept)
+                if counted is not None:
+                    counts[name] = counted
         hidden = self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
         if not counts:
             return hidden
@@ -313,94 +276,106 @@ class Decoder(nnx.Module):
             "load": load if len(counts) == 1 else load[order],
         }
 
+    def _scanned(
+        self, stack: str, rows: TrainingRows, tables: tuple[Any, ...], routes: Array | None, inputs: Array | None, handed: Mapping[Any, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # fmt: skip
+        """Returns a function that applies a layer of this stack, and its arguments for each layer, to scan. The function returns the residual stream, and a pair: keys
+        and values if later layers read them, and counts if there are experts. `handed` has the keys and values of earlier layers, by their mixer."""
+        config = self.ends.config
+        layers, mixer = config.layers_of(stack), config.stacks[stack].mixer
+        graph, apart, stacked = nnx.split(
+            getattr(self, stack), lambda _, leaf: _is_tuple(leaf.get_value()), ...
+        )
+        attend: Any = mixer and mixer.over_rows(config, rows)
+        if mixer and mixer.source:
+            attend = partial(attend, shared=handed[mixer.source])
+        is_read = any(other and other.source == mixer for other in config.mixers if mixer)
 
-def _numbers(config: DecoderConfig, stack: str) -> tuple[Array | None, dict[str, Array]]:
-    """Returns the rotation of each layer in a stack, as an index (None if all layers have the same), and the layers' other numbers (see `Mixer.data`)."""
+        def chosen(at: int) -> nnx.State:
+            return jax.tree.map(lambda arrays: as_stored(arrays[at]), apart, is_leaf=_is_tuple)
 
-    def of_layers(values: Sequence[int]) -> Array:
-        return jnp.array([values[layer] for layer in config.layers_of(stack)], jnp.int32)
+        def layer(x: Array, given: tuple[Any, ...]) -> tuple[Array, tuple[Any, dict[str, Array] | None]]:
+            index, turn, data, weights, forced, own_inputs = given
+            if apart:
+                branches = [partial(chosen, at) for at in range(len(layers))]
+                weights = nnx.merge_state(weights, jax.lax.switch(index, branches))
+            rope = tables[0] if turn is None else tuple(table[turn] for table in tables)
+            how = partial(attend, **data) if data else attend
+            x, kept, own = nnx.merge(graph, weights)(x, rope, how, forced, own_inputs)
+            counts = None if own is None else _counts(config, own, forced, rows.segment_ids)
+            return x, (kept if is_read else None, counts)
 
-    mixer, turns = config.stacks[stack].mixer, config.rope_of_layer
-    data = mixer.data(config) if mixer else {}
-    return of_layers(turns) if turns else None, {name: of_layers(values) for name, values in data.items()}
+        # Without `jax.checkpoint`, the scan would store a copy of each chosen layer's weights for the backward pass.
+        if self.remat != "none" or apart:
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
+
+        def of_layers(values: Sequence[int]) -> Array:
+            return jnp.array([values[layer] for layer in layers], jnp.int32)
+
+        index = jnp.arange(len(layers), dtype=jnp.int32) if apart else None
+        turns = of_layers(config.rope_of_layer) if config.rope_of_layer else None
+        data = {name: of_layers(values) for name, values in (mixer.data(config) if mixer else {}).items()}
+        if routes is not None and layers[0] in config.routed:
+            forced = [config.routed.index(at) for at in layers]
+            routes = routes if len(forced) == len(routes) else routes[np.array(forced)]
+        else:
+            routes = None
+        return layer, (
+            index,
+            turns,
+            data,
+            stacked,
+            routes,
+            None if inputs is None else inputs[np.array(layers)],
+        )
 
 
-def _by_period(leaf: Array, count: int) -> Array:
-    """Splits one entry per layer into periods with `count` layers."""
-    return leaf.reshape(-1, count, *leaf.shape[1:])
-
-
-_Carry = tuple[Array, dict[int, Any]]
-"""The residual stream, and keys and values that later layers read."""
-
-
-def _scanned(layer: Callable[..., Any], carry: _Carry, given: Any, *, writes: bool) -> tuple[_Carry, Any]:
-    """Scans layers. Only if they write keys and values for later layers, these are carried. Otherwise, the backward pass would store a copy for each layer."""
-    if writes:
-        return jax.lax.scan(layer, carry, given)
-
-    def one(x: Array, given: Any) -> tuple[Array, Any]:
-        (x, _), made = layer((x, carry[1]), given)
-        return x, made
-
-    x, made = jax.lax.scan(one, carry[0], given)
-    return (x, carry[1]), made
+def _counts(config: DecoderConfig, own: Array, forced: Array | None, segment_ids: Array) -> dict[str, Array]:
+    """Returns what `Decoder` counts in one layer, from the router's own choices and the forced choices."""
+    assert config.experts is not None
+    used = own if forced is None else jnp.where(forced == NO_ROUTE, own, forced)
+    kept = (own[:, :, None] == used[:, None]).any(2).all(1)
+    real = (segment_ids.reshape(-1) > 0).astype(jnp.int32)
+    hits = jax.nn.one_hot(used, config.experts.count, dtype=jnp.int32) * real[:, None, None]
+    return {"flipped": (~kept).astype(jnp.int32), "load": hits.sum((0, 1), dtype=jnp.int32)}
 
 
 def _over_periods(
-    x: Array, periods: Sequence[tuple[tuple[str, ...], int]], stacks: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]],
-    writers: Sequence[str],
+    x: Array, period: tuple[str, ...], stacks: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 ) -> tuple[Array, dict[str, Any]]:  # fmt: skip
-    """Applies all layers.
+    """Applies the layers of one segment.
 
     Args:
         x: the residual stream.
-        periods: as `DecoderConfig.periods`.
+        period: the stacks of the layers in one period (see `DecoderConfig.periods`).
         stacks: the function of each stack, and its arguments for each layer.
-        writers: the stacks whose keys and values later layers read.
 
     Returns:
-        The residual stream, and the second results of the functions by stack, with one entry per layer. Stacks without second results are missing.
+        The residual stream, and the second results of the functions by stack, with one entry per layer.
     """
-    counts, handed = {}, {}
-    for layer, arguments in (stacks[name] for name in writers):
-        first = jax.eval_shape(
-            lambda x, given, layer=layer: layer((x, {}), jax.tree.map(lambda leaf: leaf[0], given)),
-            x,
-            arguments,
-        )
-        handed |= jax.tree.map(lambda made: jnp.zeros(made.shape, made.dtype), first[0][1])
-    carry = x, handed
-    for period, _ in periods:
-        writes = not set(period).isdisjoint(writers)
-        if len(set(period)) == 1:
-            layer, arguments = stacks[period[0]]
-            carry, of_stacks = _scanned(layer, carry, arguments, writes=writes)
-            of_stacks = {period[0]: of_stacks}
-        else:
-            of_period = {
-                name: jax.tree.map(partial(_by_period, count=period.count(name)), stacks[name][1])
-                for name in sorted(set(period))
-            }
+    if len(stacks) == 1:
+        x, made = jax.lax.scan(stacks[period[0]][0], x, stacks[period[0]][1])
+        return x, {period[0]: made}
 
-            def one_period(
-                carry: _Carry, given: dict[str, Any], period: tuple[str, ...] = period
-            ) -> tuple[_Carry, dict[str, Any]]:
-                taken, made = dict.fromkeys(given, 0), {name: [] for name in given}
-                for name, run in groupby(period):
-                    first, taken[name] = taken[name], taken[name] + len(list(run))
-                    part = jax.tree.map(lambda leaf, cut=slice(first, taken[name]): leaf[cut], given[name])
-                    carry, counted = _scanned(stacks[name][0], carry, part, writes=name in writers)
-                    made[name].append(counted)
-                return carry, {
-                    name: jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
-                    for name, parts in made.items()
-                }
+    def one_period(x: Array, given: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
+        taken, made = dict.fromkeys(given, 0), {name: [] for name in given}
+        for name, run in groupby(period):
+            first, taken[name] = taken[name], taken[name] + len(list(run))
+            part = jax.tree.map(lambda leaf, cut=slice(first, taken[name]): leaf[cut], given[name])
+            x, of_run = jax.lax.scan(stacks[name][0], x, part)
+            made[name].append(of_run)
+        return x, {
+            name: jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) for name, parts in made.items()
+        }
 
-            carry, of_stacks = _scanned(one_period, carry, of_period, writes=writes)
-            of_stacks = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_stacks)
-        counts |= {name: counted for name, counted in of_stacks.items() if counted is not None}
-    return carry[0], counts
+    def by_period(name: str, leaf: Array) -> Array:
+        return leaf.reshape(-1, period.count(name), *leaf.shape[1:])
+
+    given = {
+        name: jax.tree.map(partial(by_period, name), arguments) for name, (_, arguments) in stacks.items()
+    }
+    x, made = jax.lax.scan(one_period, x, given)
+    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), made)
 
 
 def _block(config: DecoderConfig, kind: LayerKind, rngs: nnx.Rngs, **how: Any) -> Block:

@@ -6,12 +6,11 @@ and versions, are ignored. Null means the same as an absent key, except for the 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from dapo_jax.models import gemma4
-from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.config_json import (
     ORIGINAL_LENGTH,
     Family,
@@ -23,10 +22,9 @@ from dapo_jax.models.config_json import (
     rope_settings,
     two_ropes,
 )
+from dapo_jax.models.delta_families import DELTA_FAMILIES
 from dapo_jax.models.experts import Experts
-from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.latent_families import LATENT_FAMILIES
-from dapo_jax.models.layer_kinds import Mixer
 from dapo_jax.models.mamba_families import MAMBA_FAMILIES
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
@@ -50,16 +48,6 @@ _GEMMA4: dict[str, Any] = {
 }  # fmt: skip
 _GRANITE = {
     "embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
-}  # fmt: skip
-_GATED_DELTA = {
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
-_QWEN3_5 = {
-    "head_dim": 256, "partial_rotary_factor": 0.25, "layer_types": None, "full_attention_interval": 4, **_GATED_DELTA,
-}  # fmt: skip
-_QWEN3_5_SWITCHES = {"qk_norm": "head", "norm_offset": 1.0, "attention_gate": True}
-_QWEN_EXPERTS = {
-    "num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8,
 }  # fmt: skip
 _GATE_UP = {"gate": "mlp.gate_up_proj.weight", "up": "mlp.gate_up_proj.weight"}
 
@@ -167,18 +155,6 @@ FAMILIES: Mapping[str, Family] = {
             "norm_topk_prob": False,
         },
     ),
-    "qwen3_5_text": Family(
-        architecture="Qwen3_5ForCausalLM", ignored=("mrope_interleaved", "mrope_section"), switches=_QWEN3_5_SWITCHES,
-        defaults={"num_key_value_heads": 4, "attn_output_gate": True, **_QWEN3_5},
-    ),
-    "qwen3_5_moe_text": Family(
-        architecture="Qwen3_5MoeForCausalLM", ignored=("mrope_interleaved", "mrope_section"), switches=_QWEN3_5_SWITCHES,
-        defaults={"attn_output_gate": True, "num_experts": 256, **_QWEN_EXPERTS, **_QWEN3_5}, experts={"shared_gate": True},
-    ),
-    "qwen3_next": Family(
-        architecture="Qwen3NextForCausalLM", switches=_QWEN3_5_SWITCHES, experts={"shared_gate": True}, mixers={"by_key_head": True},
-        defaults={"num_experts": 512, **_QWEN_EXPERTS, "num_experts_per_tok": 10, "norm_topk_prob": True, **_QWEN3_5},
-    ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM", full_every=2, switches={"sinks": True}, experts={"biases": True}, read=_of_gpt_oss,
         tensors={"router": "mlp.router.weight"},
@@ -199,6 +175,7 @@ FAMILIES: Mapping[str, Family] = {
             "down": "block_sparse_moe.output_linear.weight",
         },
     ),
+    **DELTA_FAMILIES,
     **LATENT_FAMILIES,
     **MAMBA_FAMILIES,
 }  # fmt: skip
@@ -259,20 +236,6 @@ _FLAGS = {
 }
 """Fields of `DecoderConfig` for keys that only some families read."""
 
-_MIXERS: Mapping[str, tuple[type[Mixer], Mapping[str, str]]] = {
-    "linear_attention": (
-        GatedDelta,
-        {
-            "key_heads": "linear_num_key_heads",
-            "value_heads": "linear_num_value_heads",
-            "key_dim": "linear_key_head_dim",
-            "value_dim": "linear_value_head_dim",
-            "taps": "linear_conv_kernel_dim",
-        },
-    ),
-}
-"""The mixers other than attention, by their name in layer_types, and the key for each of their fields. A family has the mixers whose keys it reads."""
-
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 _NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 """Keys for which null means that there is no window, cap or latent, whatever their default."""
@@ -326,13 +289,6 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
     if "layer_types" in reads:
         windows = config.windows or (0,) * config.layers
         described["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
-    names: dict[Any, str] = {mixer: name for name, (mixer, _) in _mixers(family).items()}
-    if names:
-        described["layer_types"] = [names.get(type(mixer), "full_attention") for mixer in config.mixers]
-        for mixer, keys in (
-            (mixer, _MIXERS[names[type(mixer)]][1]) for mixer in set(config.mixers) if type(mixer) in names
-        ):
-            described |= {theirs: getattr(mixer, ours) for ours, theirs in keys.items()}
     if "no_rope_layers" in reads:
         described["no_rope_layers"] = [1 - turn for turn in config.rope_of_layer or (0,) * config.layers]
         described["use_sliding_window"] = any(config.windows)
@@ -500,11 +456,8 @@ def _check_supported(described: Mapping[str, Any], family: Family, where: object
         raise ValueError(
             f"{where}: {key}={activation!r} is not supported (only {' or '.join(_ACTIVATIONS)}). {WHAT_LOADS}"
         )
-    full = family.layer_types
-    if mixers := _mixers(family):
-        full = ("full_attention", *mixers)
     windowed = {"layer_types", "sliding_window"} <= set(family.defaults)
-    supported = (*full, "sliding_attention") if windowed else full
+    supported = (*family.layer_types, "sliding_attention") if windowed else family.layer_types
     kinds = described.get("layer_types") or ()
     kinds = kinds if isinstance(kinds, list | tuple) else [kinds]
     if odd := [kind for kind in kinds if kind not in supported]:
@@ -535,10 +488,6 @@ def _layer_fields(
             raise ValueError(f"{where}: no_rope_layers has {odd[0]!r}; its entries must be 0 or 1")
         window = window if checked(values, "use_sliding_window", bool, where) else None
     kinds = of_each_layer(values, "layer_types", layers, where) if "layer_types" in reads else None
-    if kinds is None and "full_attention_interval" in reads:
-        every = checked(values, "full_attention_interval", int, where)
-        other, *_ = _mixers(family)
-        kinds = [other if (i + 1) % every else "full_attention" for i in range(layers)]
     if kinds is None and "no_rope_layers" in reads:
         kinds = ["sliding_attention" if window and not turn else "full_attention" for turn in turns]
     if kinds is None:
@@ -557,8 +506,6 @@ def _layer_fields(
         sliding = [False] * layers  # a window that no sequence exceeds
     windows = tuple(window if slides else 0 for slides in sliding) if window and any(sliding) else ()
     made: dict[str, Any] = {"windows": windows}
-    if _mixers(family):
-        made["mixers"] = _mixed(kinds, family, values, where)
     if family.two_ropes:
         made["ropes"] = two_ropes(values, described, family, sizes, where)
         made["rope_of_layer"] = tuple(map(int, sliding))
@@ -580,23 +527,3 @@ def _layer_fields(
     if any(still):
         made["ropes"], made["rope_of_layer"] = (rope, None), tuple(map(int, still))
     return made
-
-
-def _mixers(family: Family) -> dict[str, tuple[type[Mixer], Mapping[str, str]]]:
-    """Returns the rows of `_MIXERS` for the mixers of a family."""
-    return {name: row for name, row in _MIXERS.items() if set(row[1].values()) <= set(family.defaults)}
-
-
-def _mixed(
-    kinds: Sequence[str], family: Family, values: Mapping[str, Any], where: object
-) -> tuple[Mixer, ...]:
-    """Returns the mixer of each layer, in a family with mixers other than attention."""
-    mixers = _mixers(family)
-    if not {"full_attention", *mixers} <= set(kinds):
-        needed = " and ".join(map(repr, mixers))
-        raise ValueError(f"{where}: layer_types must have {needed} and at least one 'full_attention'")
-    others = {
-        name: mixer(**{ours: checked(values, key, int, where) for ours, key in keys.items()}, **family.mixers)
-        for name, (mixer, keys) in mixers.items()
-    }
-    return tuple(others.get(kind, ATTENTION) for kind in kinds)

@@ -1,6 +1,6 @@
 """Gemma 4: its MLP, and its keys of config.json.
 
-Layers with a window and layers without one have heads of different sizes. In some models, the last layers have no keys and values, and read those of an
+Layers with a window and layers without one have heads of different sizes. In some models, the last layers have no keys and values, and read the keys and values of an
 earlier layer (`Attention.shares`). In some models, each layer has an embedding of its own for each token, and in others, experts process the tokens next to the MLP.
 """
 

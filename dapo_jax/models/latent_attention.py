@@ -1,7 +1,7 @@
 """Latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): the keys and values of all heads are products with one latent per token.
 
 A token has a latent c of `rank` numbers, which is normalized, and a rotated key k of `rotated_dim` numbers for all heads. Head h has the keys
-[W_k c; k] and the values W_v c. Only c and k are cached. Two forms have the same results but for rounding:
+[W_k c; k] and the values W_v c. Only c and k are cached. Two forms have the same results up to rounding:
 
 * Expanded, in training and prefill: keys and values of all heads are computed, and attention is ordinary attention.
 * Absorbed, in decoding: q^T W_k c = (W_k^T q)^T c, and sum p W_v c = W_v sum p c. So all heads attend to one key [c; k], whose value is c.

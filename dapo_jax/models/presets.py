@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, cycle, groupby, islice
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -97,58 +97,28 @@ class DecoderConfig(Architecture):
         return tuple(map(LayerKind, self.mixers, self.mlps))
 
     @cached_property
-    def _segments(self) -> list[tuple[int, int]]:
-        """The pairs (layers in a period, number of periods) into which the order of the layers is divided, so that few different layers are compiled."""
-        kinds, segments, first = self.kinds, list[tuple[int, int]](), 0
-        lengths = (n for n in range(1, len(kinds) + 1) if len(kinds) % n == 0)
-        whole = next((n, len(kinds) // n) for n in lengths if kinds == kinds[:n] * (len(kinds) // n))
-        while first < len(kinds):
-            best = (1, 1)
-            for length in range(1, (len(kinds) - first) // 2 + 1):
-                count, period = 1, kinds[first : first + length]
-                while kinds[first + count * length : first + (count + 1) * length] == period:
-                    count += 1
-                if count > 1 and length * count > best[0] * best[1]:
-                    best = length, count
-            segments.append(best)
-            first += best[0] * best[1]
-
-        def bodies(parts: Sequence[tuple[int, int]]) -> int:
-            """Returns the number of layers that are compiled. A run of equal layers is compiled once."""
-            starts = accumulate((length * count for length, count in parts), initial=0)
-            periods = (
-                kinds[start : start + length] for start, (length, _) in zip(starts, parts, strict=False)
-            )
-            return sum(len(list(groupby(period))) for period in periods)
-
-        return segments if bodies(segments) < bodies([whole]) else [whole]
+    def periods(self) -> tuple[tuple[tuple[str, ...], int], ...]:
+        """The segments into which the order of the layers is divided, so that few different layers are compiled: the stacks of the layers in one period, and the
+        number of periods. A stack has the layers of one kind in one segment."""
+        # Layers that read different sources are not repeated. So a source is in an earlier segment than the layers that read it.
+        sources = [source if source != layer else None for layer, source in enumerate(self.sources)]
+        left, found, used = list(zip(self.kinds, sources, strict=True)), [], Counter[str]()
+        while left:
+            period, count = _longest_repetition(left)
+            names = dict[LayerKind, str]()
+            for kind, _ in period:
+                if kind not in names:
+                    used[kind.stack] += 1
+                    names[kind] = kind.stack if used[kind.stack] == 1 else f"{kind.stack}_{used[kind.stack]}"
+            found.append((tuple(names[kind] for kind, _ in period), count))
+            left = left[len(period) * count :]
+        return tuple(found)
 
     @cached_property
     def places(self) -> tuple[tuple[str, int], ...]:
-        """The place of each layer's parameters: the name of a stack of layers of one kind in one segment (see `periods`), and an index."""
-        names, counts, found = dict[tuple[int, LayerKind], str](), Counter[str](), []
-        of_layer = [at for at, (length, count) in enumerate(self._segments) for _ in range(length * count)]
-        for segment, kind in zip(of_layer, self.kinds, strict=True):
-            if (segment, kind) not in names:
-                alike = [
-                    name
-                    for name in names.values()
-                    if name.rpartition("_")[0] == kind.stack or name == kind.stack
-                ]
-                names[segment, kind] = f"{kind.stack}_{len(alike) + 1}" if alike else kind.stack
-            name = names[segment, kind]
-            found.append((name, counts[name]))
-            counts[name] += 1
-        return tuple(found)
-
-    @cached_property
-    def periods(self) -> tuple[tuple[tuple[str, ...], int], ...]:
-        """The segments of the decoder: the stacks of the layers in one period, and the number of periods."""
-        names, first, found = [name for name, _ in self.places], 0, []
-        for length, count in self._segments:
-            found.append((tuple(names[first : first + length]), count))
-            first += length * count
-        return tuple(found)
+        """The place of each layer's parameters: the name of a stack (see `periods`), and an index."""
+        names = [name for period, count in self.periods for name in period * count]
+        return tuple((name, names[:layer].count(name)) for layer, name in enumerate(names))
 
     @cached_property
     def stacks(self) -> dict[str, LayerKind]:
@@ -162,7 +132,7 @@ class DecoderConfig(Architecture):
 
     @cached_property
     def experts(self) -> Experts | None:
-        """The experts of a layer that has experts, or None if there are none."""
+        """The experts of a layer that has experts, or None if no layer has experts."""
         return next(filter(None, self._all_experts), None)
 
     @cached_property
@@ -285,6 +255,18 @@ class DecoderConfig(Architecture):
     def base(self) -> "DecoderConfig":
         """The configuration of the same decoder without adapters."""
         return replace(self, lora=None)
+
+
+def _longest_repetition(values: Sequence[Any]) -> tuple[Sequence[Any], int]:
+    """Returns the period at the start of `values` that covers the most values, and how often it occurs there. Without a repetition, the period is the first value."""
+    best = 1, 1
+    for length in range(1, len(values) // 2 + 1):
+        count = 1
+        while values[count * length : (count + 1) * length] == values[:length]:
+            count += 1
+        if count > 1 and length * count > best[0] * best[1]:
+            best = length, count
+    return values[: best[0]], best[1]
 
 
 def _sized(

@@ -184,7 +184,7 @@ def _tensors(config: DecoderConfig) -> dict[str, _Tensors]:
 
 
 def unread(config: DecoderConfig) -> set[str]:
-    """Returns the names of tensors that files may have, although the decoder has no such parameters: the keys and values of layers that read those of an earlier layer."""
+    """Returns the names of tensors that files may have, although the decoder has no such parameters: the keys and values of layers that read an earlier layer's."""
     found = set[str]()
     for layer, source in enumerate(config.sources):
         if source != layer:

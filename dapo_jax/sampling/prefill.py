@@ -329,7 +329,7 @@ class Prefill:
     # The programs below are pure functions of their arguments.
 
     def _embed_program(self, ends: nnx.State, tokens: Array) -> tuple[Array, tuple[Array | None, ...]]:
-        """Returns the embeddings, and each layer's own (None if there are none)."""
+        """Returns the embeddings, and each layer's own (None if layers have no embeddings)."""
         outer = nnx.merge(self._ends, ends)
         inputs = outer.layer_inputs(tokens, x := outer.embed(tokens))
         return x, (None,) * self._config.layers if inputs is None else tuple(inputs)

@@ -68,7 +68,7 @@ def test_the_cache_of_e4b_at_8k_tokens_is_a_third_of_a_full_cache():
     sizes = sizes_for(
         "pages", mesh, holders=4, capacity=8192, page_tokens=64, call_tokens=32, token_bytes=each
     )
-    one = sizes.held_bytes(8192, each)
+    one = sizes.response_cache_bytes(8192, each)
     assert one == 8192 * 16 * KIB + 10 * 64 * 40 * KIB
     assert sizes.bytes(each) == 4 * one
     assert one < 0.4 * 8192 * 56 * KIB

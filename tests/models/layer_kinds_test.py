@@ -21,6 +21,7 @@ NAMES = re.compile(
     r"gated.?delta|deltanet|mamba|delta_(?:blocks|layers)|linear_attention|latent.?attention|latent_blocks|\bwindow(?:s|ed)?\b|\bsliding", re.IGNORECASE
 )  # fmt: skip
 TABLES = {
+    "models/delta_families.py",
     "models/families.py",
     "models/gemma4.py",
     "models/latent_families.py",
@@ -111,11 +112,12 @@ def test_a_layer_may_have_a_mixer_or_an_mlp_alone():
 
 
 def test_each_kind_has_a_stack_of_its_own_and_layers_keep_their_order():
-    """Two sizes of one mixer are two kinds. The third layer with attention has another place than the second, so all weights matter."""
+    """Two sizes of one mixer are two kinds. The two layers of each stack have different places, so all weights matter."""
     small, large = GatedDelta(2, 2, 4, 4), GatedDelta(2, 4, 8, 8)
-    config = tiny_decoder_config(layers=5, mixers=(small, ATTENTION, large, small, ATTENTION))
+    config = tiny_decoder_config(layers=5, mixers=(*(small, ATTENTION) * 2, large))
     names = ["delta_blocks", "blocks", "delta_blocks_2"]
-    assert config.places == ((names[0], 0), (names[1], 0), (names[2], 0), (names[0], 1), (names[1], 1))
+    assert config.periods == ((tuple(names[:2]), 2), ((names[2],), 1))
+    assert config.places == ((names[0], 0), (names[1], 0), (names[0], 1), (names[1], 1), (names[2], 0))
     assert list(config.stacks) == sorted(names)
     assert (len(config.paged), len(config.fixed)) == (2, 3)
     params = tiny_params(config)
