@@ -14,7 +14,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import PyTree
 
-from dapo_jax.models.families import FAMILIES, describe, understand
+from dapo_jax.models.families import describe, understand
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import (
     SafetensorsFolder,
@@ -65,8 +65,7 @@ def load_model(
 
 def weights_of(folder: str | os.PathLike[str], config: DecoderConfig) -> SafetensorsFolder:
     """Returns the tensors of a folder that the decoder may read, without layers that predict further tokens. Raises the errors of `SafetensorsFolder`."""
-    layers = config.layers if FAMILIES[config.family].further_layers else None
-    return SafetensorsFolder(path_of(folder), unread=unread(config), layers=layers)
+    return SafetensorsFolder(path_of(folder), unread=unread(config))
 
 
 def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:

@@ -5,9 +5,8 @@ Local files are memory-mapped. From files in a bucket, only the needed byte rang
 
 import json
 import math
-import re
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
@@ -55,11 +54,12 @@ class StoredTensor(NamedTuple):
         if not in_bucket(self.path) and math.prod(self.shape):
             # The mapping ends with this call. Otherwise, the pages that were read would stay in memory.
             return np.array(np.memmap(self.path, kind, "r", self.start, self.shape)[cut])
-        first, last, _ = cut[0].indices(self.shape[0]) if cut else (0, 1, 1)
+        first, last, step = cut[0].indices(self.shape[0]) if cut else (0, 1, 1)
         row = math.prod(self.shape[1:]) * kind.itemsize
         data = range_bytes(self.path, self.start + first * row, self.start + max(first, last) * row)
         rows = np.frombuffer(data, kind)
-        return rows.reshape(-1, *self.shape[1:])[(slice(None), *cut[1:])] if cut else rows.reshape(())
+        whole = slice(None, None, step)
+        return rows.reshape(-1, *self.shape[1:])[(whole, *cut[1:])] if cut else rows.reshape(())
 
 
 def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
@@ -100,15 +100,9 @@ class SafetensorsFolder:
     """The tensors of a model folder. Implements `tensors.TensorFile`."""
 
     def __init__(
-        self,
-        folder: AnyPath,
-        *,
-        single: str = SINGLE,
-        unread: Collection[str] = (),
-        layers: int | None = None,
+        self, folder: AnyPath, *, single: str = SINGLE, unread: Callable[[str], bool] = lambda name: False
     ) -> None:
-        """Reads the names and shapes of the tensors in the file `single`, or in several files with an index. Tensors whose names are in `unread`, and tensors of
-        layers after the first `layers`, are skipped.
+        """Reads the names and shapes of the tensors in the file `single`, or in several files with an index, except the tensors that are `unread` (see `tensors.unread`).
 
         Raises:
             ValueError: a file is missing or damaged, or a tensor is not float32, float16 or bfloat16.
@@ -128,15 +122,8 @@ class SafetensorsFolder:
                 raise ValueError(f"{self.where} lists {name!r} in {file}, which does not contain it")
         self._tensors = mxfp4.joined(self._tensors, self.where)
         self._stored = _of_text_model(list(self._tensors))
-        if layers is not None:
-            number = re.compile(r"model\.layers\.(\d+)\.")
-            self._stored = {
-                name: stored
-                for name, stored in self._stored.items()
-                if not (match := number.match(name)) or int(match[1]) < layers
-            }
         self.shapes: Mapping[str, Shape] = {
-            name: self._tensors[stored].shape for name, stored in self._stored.items() if name not in unread
+            name: self._tensors[stored].shape for name, stored in self._stored.items() if not unread(name)
         }
         """The shape of every tensor. Of a model for images and text, only the tensors of the text model, with their names in a text model."""
         self.skipped = len(self._tensors) - len(self.shapes)

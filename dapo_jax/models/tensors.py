@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from dapo_jax.models.decoder import Decoder, end_parameters, is_apart, stacks_of, unstacked
 from dapo_jax.models.families import FAMILIES
@@ -102,7 +102,7 @@ def _ends(config: DecoderConfig) -> dict[str, str]:
 
 
 class _Tensors:
-    """The tensors of a decoder's layers in one stack. Several parameters may be parts of one tensor, one below the other."""
+    """The tensors of a decoder's layers in one stack. Several parameters may be parts of one tensor."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind) -> None:
         family, self._head_dim = FAMILIES[config.family], config.head_dim
@@ -121,51 +121,37 @@ class _Tensors:
         rope = config.ropes[0]
         self._rotated = rope.width(config.head_dim) if rope and family.neighbours else 0
 
-    def first(self, ours: str) -> int:
-        """Returns the first row of a parameter in its tensor."""
-        parts = self.parts[self.name[ours]]
-        return sum(self.rows(part) for part in parts[: parts.index(ours)])
+    def rows(self, ours: str) -> Int[np.ndarray, " rows"]:
+        """Returns the row in its tensor for each row of a parameter, or of one expert's part of it. `ours` may be an adapter's `lora_b`.
 
-    def rows(self, ours: str) -> int:
+        Parts are one below the other, in the whole tensor or in each block (see `Parameter.blocks`). Files of some families rotate neighbouring dimensions of a head.
+        """
+        ours = ours.removesuffix("_lora_b")
+        parts, blocks = self.parts[self.name[ours]], self.parameters[ours].blocks or 1
+        ends = np.cumsum([0, *(self._count(part) // blocks for part in parts)])
+        at = parts.index(ours)
+        found = (np.arange(blocks)[:, None] * ends[-1] + np.arange(ends[at], ends[at + 1])).reshape(-1)
+        if not self._rotated or not self.parameters[ours].is_rotated:
+            return found
+        rotated = np.arange(self._rotated).reshape(-1, 2).T.reshape(-1)
+        order = np.concatenate([rotated, np.arange(self._rotated, self._head_dim)])
+        return found.reshape(-1, self._head_dim)[:, order].reshape(-1)
+
+    def _count(self, ours: str) -> int:
         """Returns the number of rows of a parameter, or of one expert's part of it."""
-        return _file_shape(self.parameters[ours])[1 if self.of_experts(ours) else 0]
+        return _file_shape(self.parameters[ours])[self.expert_axes(ours)]
 
-    def blocks(self, ours: str) -> tuple[int, ...]:
-        """Returns the number of blocks in the tensor of a parameter, the first row of the parameter in a block, its rows in a block, and the rows of a block. Empty if the
-        tensor does not consist of blocks (see `Parameter.blocks`)."""
-        if not (count := self.parameters[ours].blocks):
-            return ()
-        rows = {part: self.rows(part) // count for part in self.parts[self.name[ours]]}
-        return count, self.first(ours) // count, rows[ours], sum(rows.values())
-
-    def of_experts(self, ours: str) -> bool:
-        return "experts" in self.parameters[ours].axes
+    def expert_axes(self, ours: str) -> int:
+        """Returns the number of axes of a parameter before its rows: 1 if each expert has a part of it, otherwise 0."""
+        return int("experts" in self.parameters[ours].axes)
 
     def shape(self, theirs: str) -> Shape:
         """Returns the shape of a tensor."""
         parts = self.parts[theirs]
-        like = _file_shape(self.parameters[parts[0]])
-        rows = sum(map(self.rows, parts))
-        if self.of_experts(parts[0]):
-            of_one = (rows, *like[2:])
-            of_one = of_one[::-1] if self.parameters[parts[0]].is_transposed else of_one
-            return of_one if "{}" in theirs else (self.experts, *of_one)
-        return rows, *like[1:]
-
-    def order(self, ours: str, *, back: bool = False) -> np.ndarray | None:
-        """Returns the index in the file of each dimension of a head, if files of this family rotate neighbouring dimensions. With `back`, returns the inverse.
-
-        `ours` may be an adapter parameter, such as `query_lora_b`. Only B has the dimensions of a head.
-        """
-        if (
-            not self._rotated
-            or ours.endswith("_lora_a")
-            or not self.parameters[ours.removesuffix("_lora_b")].is_rotated
-        ):
-            return None
-        rotated = np.arange(self._rotated).reshape(-1, 2).T.reshape(-1)
-        order = np.concatenate([rotated, np.arange(self._rotated, self._head_dim)])
-        return np.argsort(order) if back else order
+        like, axes = self.parameters[parts[0]], self.expert_axes(parts[0])
+        of_one = (sum(map(self._count, parts)), *_file_shape(like)[axes + 1 :])
+        of_one = of_one[::-1] if like.is_transposed else of_one
+        return (self.experts, *of_one) if axes and "{}" not in theirs else of_one
 
     def adapter_name(self, name: str, layer: int) -> str:
         """Returns PEFT's name for an adapter parameter of a layer in a text model, such as `query_lora_a`."""
@@ -183,15 +169,22 @@ def _tensors(config: DecoderConfig) -> dict[str, _Tensors]:
     return {stack: _Tensors(config, kind) for stack, kind in config.stacks.items()}
 
 
-def unread(config: DecoderConfig) -> set[str]:
-    """Returns the names of tensors that files may have, although the decoder has no such parameters: the keys and values of layers that read an earlier layer's."""
+def unread(config: DecoderConfig) -> Callable[[str], bool]:
+    """Returns a function from the name of a tensor to whether it is not loaded, although files may have it: it belongs to a layer that predicts further tokens, or has
+    the keys or values of a layer that reads an earlier layer's."""
     found = set[str]()
     for layer, source in enumerate(config.sources):
         if source != layer:
             kinds = replace(config.kinds[layer], mixer=config.mixers[source]), config.kinds[layer]
             theirs, own = (set(_Tensors(config, kind).parts) for kind in kinds)
             found |= {_in_layer(config, name, layer) for name in theirs - own}
-    return found
+
+    def is_unread(name: str) -> bool:
+        number = name.removeprefix("model.layers.").partition(".")[0]
+        further = FAMILIES[config.family].further_layers and number.isdecimal()
+        return name in found or (further and int(number) >= config.layers)
+
+    return is_unread
 
 
 def checked(config: DecoderConfig, file: TensorFile) -> None:
@@ -265,18 +258,9 @@ def place(
         pure["ends"][name] = put(file, _ends(config)[name], parameter, where["ends"][name])
 
     def put_layer(name: str, layer: int, sharding: Sharding | None) -> Array:
-        stack = config.places[layer][0]
-        own, parameter = tensors[stack], tensors[stack].parameters[name]
-        theirs, first = own.in_layer(own.name[name], layer), own.first(name)
-        blocks = own.blocks(name)
-        if own.of_experts(name):
-            return put(_OfExperts(file, theirs, first, parameter, blocks), theirs, parameter, sharding)
-        if blocks:
-            shape = _file_shape(parameter)
-            return put(
-                _InBlocks(file, theirs, blocks, shape), theirs, parameter, sharding, order=own.order(name)
-            )
-        return put(file, theirs, parameter, sharding, first=first, order=own.order(name))
+        own = tensors[config.places[layer][0]]
+        theirs, parameter = own.in_layer(own.name[name], layer), own.parameters[name]
+        return put(_Part(file, theirs, parameter, own.rows(name)), theirs, parameter, sharding)
 
     for layer, (stack, index) in enumerate(config.places) if apart else ():
         pure[stack][index] = {
@@ -322,26 +306,23 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
             a, b = (_gathered(whole, index) for whole in pair)
             change = (b.reshape(-1, b.shape[-1]) @ a.reshape(len(a), -1)).reshape(found.shape)
             found = found.astype(np.float32) + config.lora.scale * change
-        if (order := tensors[stack].order(name, back=True)) is not None:
-            found = found[:, order]
         parameter = tensors[stack].parameters[name]
         shape = _file_shape(replace(parameter, shape=found.shape, axes=parameter.axes[-found.ndim :]))
         return found.reshape(shape)
 
     def joined(parts: list[str], axis: int, layer: int, *expert: int) -> np.ndarray:
-        fetched = [fetch(name, layer, *expert) for name in parts]
-        own, shape = tensors[config.places[layer][0]], fetched[0].shape
-        before, after = shape[:axis], shape[axis + 1 :]
-        if blocks := own.blocks(parts[0]):
-            fetched = [part.reshape(*before, blocks[0], -1, *after) for part in fetched]
-        whole = np.concatenate(fetched, axis=axis + bool(blocks)).reshape(*before, -1, *after)
+        own = tensors[config.places[layer][0]]
+        whole = np.concatenate([fetch(name, layer, *expert) for name in parts], axis=axis)
+        order = np.argsort(np.concatenate([own.rows(name) for name in parts]))
+        if (order[1:] < order[:-1]).any():
+            whole = np.take(whole, order, axis=axis)
         return whole.swapaxes(-1, -2) if own.parameters[parts[0]].is_transposed else whole
 
     for layer, (stack, _) in enumerate(config.places):
         own = tensors[stack]
         for theirs, parts in own.parts.items():
             name, shape = own.in_layer(theirs, layer), own.shape(theirs)
-            axis = 1 if own.of_experts(parts[0]) and "{}" not in theirs else 0
+            axis = own.expert_axes(parts[0]) if "{}" not in theirs else 0
             for expert in ((index,) for index in range(own.experts)) if "{}" in theirs else [()]:
                 fetched = functools.partial(joined, parts, axis, layer, *expert)
                 yield Tensor(name.format(*expert), shape, fetched, own.parameters[parts[0]].file_dtype)
@@ -354,8 +335,8 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
 
     def fetch(name: str, layer: int, shape: Shape) -> np.ndarray:
         stack, index = config.places[layer]
-        found, order = _gathered(stacks[stack][name], index), tensors[stack].order(name, back=True)
-        return (found if order is None else found[:, order]).reshape(shape)
+        found = _gathered(stacks[stack][name], index).reshape(shape)
+        return found if name.endswith("_a") else found[np.argsort(tensors[stack].rows(name))]
 
     for layer, (stack, _) in enumerate(config.places):
         for name, whole in stacks.get(stack, {}).items():
@@ -398,10 +379,10 @@ def place_adapters(
     for stack, leaves in pure.items():
         of_stack, layers = tensors[stack], config.layers_of(stack)
         for name, leaf in leaves.items():
-            whole, order = (slice(None), slice(None)), of_stack.order(name)
+            whole = slice(None), slice(None)
             parts = [_finite(file, of_stack.adapter_name(name, layer), whole) for layer in layers]
+            parts = parts if name.endswith("_a") else [part[of_stack.rows(name)] for part in parts]
             made = np.stack([part.astype(np.float32).reshape(leaf.shape[1:]) for part in parts])
-            made = made if order is None else made[:, :, order]
             leaves[name] = jnp.asarray(made) if where is None else jax.device_put(made, where[stack][name])
     nnx.replace_by_pure_dict(shapes, pure)
     return shapes
@@ -450,34 +431,25 @@ def _put(
     sharding: Sharding | None,
     dtype: str,
     by_rows: ByRows | None,
-    *,
-    first: int = 0,
-    order: np.ndarray | None = None,
 ) -> jax.Array:
-    """Loads a tensor, or its rows from `first` on, as `parameter`. A part that several devices need is read only once.
-
-    `order` contains the index in the file of each dimension of a head.
-    """
+    """Loads a tensor as `parameter`. A part that several devices need is read only once."""
     dtype, shape = _stored_dtype(parameter, dtype), parameter.shape
     if by_rows is not None and isinstance(sharding, NamedSharding):
         columns = [slice(0, size) for size in file.shapes[theirs][1:]]
 
         def rows(start: int, stop: int) -> np.ndarray:
-            return _padded(file, theirs, (slice(first + start, first + stop), *columns), dtype)
+            return _padded(file, theirs, (slice(start, stop), *columns), dtype)
 
-        made = by_rows(rows, _file_shape(parameter), shape, sharding)
-        return made if order is None else jax.jit(lambda x: x[:, order], out_shardings=sharding)(made)
+        return by_rows(rows, _file_shape(parameter), shape, sharding)
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def part(index: Cut | None) -> np.ndarray:
         index = index or (slice(None),) * len(shape)
         ranges = tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
         if ranges not in parts:
-            rows, *columns = _file_cut(parameter, tuple(slice(*ends) for ends in ranges))
+            cut = _file_cut(parameter, tuple(slice(*ends) for ends in ranges))
             sizes = [stop - start for start, stop in ranges]
-            cut = slice(first + rows.start, first + rows.stop), *columns
-            found = _padded(file, theirs, cut, dtype).reshape(sizes)
-            parts[ranges] = found if order is None else found[:, order]
+            parts[ranges] = _padded(file, theirs, cut, dtype).reshape(sizes)
         return parts[ranges]
 
     made = jax.make_array_from_callback(shape, sharding, part) if sharding else jnp.asarray(part(None))
@@ -485,46 +457,34 @@ def _put(
     return jax.block_until_ready(made)
 
 
-class _OfExperts:
-    """One matrix of all experts in a layer as one tensor [experts, rows, columns]. Implements `TensorFile`."""
+class _Part:
+    """A parameter of a layer as a tensor of its own. Implements `TensorFile`."""
 
     def __init__(
-        self, file: TensorFile, theirs: str, first: int, parameter: Parameter, blocks: tuple[int, ...]
+        self, file: TensorFile, theirs: str, parameter: Parameter, rows: Int[np.ndarray, " rows"]
     ) -> None:
-        """`theirs` is the name of one tensor, or a pattern for one tensor per expert. The matrix begins in row `first` of each expert. If there are `blocks` (see
-        `_Tensors.blocks`), each has one row of it."""
-        self.where, self._file, self._parameter = file.where, file, parameter
-        _, self._first, _, self._step = blocks or (0, first, 1, 1)
-        self.shapes: Mapping[str, Shape] = {theirs: parameter.shape}
+        """`theirs` is the name of its tensor, or a pattern for one tensor per expert. `rows` is the result of `_Tensors.rows`."""
+        self.where, self._file, self._rows = file.where, file, rows
+        self._experts, self._is_transposed = "experts" in parameter.axes, parameter.is_transposed
+        self.shapes: Mapping[str, Shape] = {theirs: _file_shape(parameter)}
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
-        experts, rows, *columns = (
-            slice(*axis.indices(size)) for axis, size in zip(cut, self.shapes[name], strict=True)
-        )
-        first, step = self._first, self._step
-        below = slice(first + rows.start * step, first + rows.stop * step, step), *columns
-        if self._parameter.is_transposed:
-            return _finite(self._file, name, (experts, *below[::-1])).swapaxes(1, 2)
-        if "{}" not in name:
-            return _finite(self._file, name, (experts, *below))
-        each = range(experts.start, experts.stop)
-        return np.stack([_finite(self._file, name.format(expert), below) for expert in each])
-
-
-class _InBlocks:
-    """A parameter whose rows are in several blocks of a tensor. Implements `TensorFile`."""
-
-    def __init__(self, file: TensorFile, theirs: str, blocks: tuple[int, ...], shape: Shape) -> None:
-        """`blocks` is a result of `_Tensors.blocks`, and `shape` the shape of the parameter in transformers."""
-        self.where, self._file, self._blocks = file.where, file, blocks
-        self.shapes: Mapping[str, Shape] = {theirs: shape}
-
-    def read(self, name: str, cut: Cut) -> np.ndarray:
-        _, first, rows, whole = self._blocks
-        wanted = np.arange(*cut[0].indices(self.shapes[name][0]))
-        below, above = (wanted[0] // rows, wanted[-1] // rows + 1) if len(wanted) else (0, 0)
-        values = self._file.read(name, (slice(below * whole, above * whole), *cut[1:]))
-        return values[wanted // rows * whole + first + wanted % rows - below * whole]
+        experts, (rows, *columns) = cut[: self._experts], cut[self._experts :]
+        wanted = self._rows[rows]
+        first, last = (int(wanted.min()), int(wanted.max())) if len(wanted) else (0, -1)
+        step = (last - first) // max(len(wanted) - 1, 1) or 1
+        if np.array_equal(wanted, np.arange(first, last + 1, step)):
+            near, inner = slice(first, last + 1, step), slice(None)
+        else:
+            near, inner = slice(first, last + 1), wanted - first
+        if "{}" in name:
+            each = range(experts[0].start, experts[0].stop)
+            found = np.stack([_finite(self._file, name.format(number), (near, *columns)) for number in each])
+        elif self._is_transposed:
+            found = self._file.read(name, (*experts, *columns, near)).swapaxes(-1, -2)
+        else:
+            found = self._file.read(name, (*experts, near, *columns))
+        return found[:, inner] if experts else found[inner]
 
 
 def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:

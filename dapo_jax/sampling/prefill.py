@@ -97,36 +97,36 @@ class Prefill:
 
         self._embed = jax.jit(self._embed_program, out_shardings=whole)
 
-        def layer(stack: str, kept: Any, *, is_chunk: bool) -> Any:
-            program = partial(self._layer_program, stack, is_chunk)
-            # Other layers may read the state of a source, too.
-            owns = (1,) if mixers[stack] and mixers[stack].source else (1, 2)
-            return jax.jit(program, donate_argnums=owns, out_shardings=(whole, kept, whole))
-
         mixers: dict[str, Any] = {name: kind.mixer for name, kind in config.stacks.items()}
-        sources = {mixer.source for mixer in mixers.values() if mixer} - {None}
-        self._sources = {name for name, mixer in mixers.items() if mixer in sources}
-        """The stacks whose keys and values other layers read. Their programs return them as they are, and `_kept` converts them."""
+        self._source = {name: mixer and mixer.source for name, mixer in mixers.items()}
+        """The mixer of each stack whose keys and values its layers read, or None."""
+        self._handed = {
+            name: mixer for name, mixer in mixers.items() if mixer and mixer in self._source.values()
+        }
         self._states = dict(zip((name for name, _ in config.places), config.states, strict=True))
         rows = {name: over_heads(state, row) for name, state in self._states.items()}
         sharded = {
             name: over_heads(state, buffer if isinstance(state, Paged) else row)
             for name, state in self._states.items()
         }
-        self._layer = {
-            name: layer(name, sharded[name] if name in self._sources else kept, is_chunk=False)
-            for name, kept in rows.items()
-        }
-        """The program of each stack for rows, and below, the programs for a chunk, for the state before the first chunk, and for the state after the last."""
-        self._part = {name: layer(name, kept, is_chunk=True) for name, kept in sharded.items()}
+
+        def layer(stack: str, is_chunk: bool) -> Any:
+            kept = sharded[stack] if is_chunk else rows[stack]
+            kept = (kept, sharded[stack]) if stack in self._handed and not is_chunk else kept
+            # Other layers may read the state of a source, too.
+            owns = (1,) if self._source[stack] else (1, 2)
+            program = partial(self._layer_program, stack, is_chunk)
+            return jax.jit(program, donate_argnums=owns, out_shardings=(whole, kept, whole))
+
+        self._layer, self._part = (
+            {name: layer(name, is_chunk) for name in rows} for is_chunk in (False, True)
+        )
+        """The program of each stack for rows and for a chunk, and below, the programs for the state before the first chunk, and for the state after the last."""
         self._empty = {
             name: jax.jit(partial(self._empty_program, state), out_shardings=sharded[name])
             for name, state in self._states.items()
         }
-        self._kept = {
-            name: jax.jit(self._kept_program, static_argnums=1, out_shardings=kept)
-            for name, kept in rows.items()
-        }
+        self._kept = {name: jax.jit(self._kept_program, out_shardings=kept) for name, kept in rows.items()}
         self._head = jax.jit(self._head_program, out_shardings=whole)
         self._scores = jax.jit(self._scores_program, out_shardings=whole)
         self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
@@ -168,29 +168,29 @@ class Prefill:
                 self._embed.eval_shape(ends, tokens),
                 self._angles.eval_shape(tokens, self._config),
             )
-            record, kept, raw = self._record(len(tokens)), {}, {}
+            record, kept, handed = self._record(len(tokens)), {}, dict[Any, Any]()
             for stack, weights in of_stack.items():
                 index, suffix = self._config.layers_of(stack)[0], program_suffix(stack)
                 forced = jax.tree.map(
                     lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), self._forced(index, record)
                 )
                 rope, data = self._of_layer(index, ropes)
-                before, layer, source = None, self._layer[stack], self._config.sources[index]
+                before, layer, one = handed.get(self._source[stack]), self._layer[stack], last
                 if name == "part":
-                    before, layer = self._empty[stack].eval_shape(), self._part[stack]
+                    before, layer = before or self._empty[stack].eval_shape(), self._part[stack]
                     lowered[f"prefill_empty{suffix}"] = self._empty[stack].lower
-                if source != index:
-                    before = raw[self._config.places[source][0]]
-                one = jax.ShapeDtypeStruct((1,), jnp.int32) if name == "part" else last
+                    one = jax.ShapeDtypeStruct((1,), jnp.int32)
                 number = jax.ShapeDtypeStruct((), jnp.int32)
                 arguments = weights, x, before, rope, segments, number, data, segments, one, inputs[index]
                 lowered[f"prefill_{name}{suffix}"] = partial(layer.lower, *arguments, **forced)
                 _, kept[stack], _ = layer.eval_shape(*arguments, **forced)
-                raw[stack], is_part = kept[stack], name == "part" and isinstance(self._states[stack], Paged)
-                if is_part or stack in self._sources:
-                    program = f"prefill_kept{suffix}" if is_part else f"prefill_{name}_kept{suffix}"
-                    lowered[program] = partial(self._kept[stack].lower, raw[stack], rows)
-                    kept[stack] = self._kept[stack].eval_shape(raw[stack], rows)
+                if name == "part":
+                    handed |= {self._handed[stack]: kept[stack]} if stack in self._handed else {}
+                    if isinstance(self._states[stack], Paged):
+                        lowered[f"prefill_kept{suffix}"] = partial(self._kept[stack].lower, kept[stack])
+                        kept[stack] = self._kept[stack].eval_shape(kept[stack])
+                elif stack in self._handed:
+                    kept[stack], handed[self._handed[stack]] = kept[stack]
             if name != "part":
                 lowered[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
                 lowered[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
@@ -205,22 +205,17 @@ class Prefill:
         forced = self._record(packed.tokens.size, *zip(begins.tolist(), known, strict=False))
         ropes = self._angles(packed.positions.reshape(-1), self._config)
         x, inputs = self._embed(params["ends"], packed.tokens.reshape(-1))
-        kept, routes, raw = [], [], dict[int, Any]()
+        kept, routes, handed = [], [], dict[Any, Any]()
         last = (begins + packed.lengths - 1).astype(np.int32)
         segments, ends = (packed.segment_ids, np.int32(0)), (packed.positions, last)
         for index, weights in enumerate(params["layers"]):
             rope, data = self._of_layer(index, ropes)
             stack, how = self._config.places[index][0], self._forced(index, forced)
-            before, program = raw.get(self._config.sources[index]), self._layer[stack]
+            before, program = handed.get(self._source[stack]), self._layer[stack]
             result = program(weights, x, before, rope, *segments, data, *ends, inputs[index], **how)
             x, state, own = self._awaited(result)
-            if stack in self._sources:
-                raw = {
-                    at: part
-                    for at, part in (raw | {index: state}).items()
-                    if at in self._config.sources[index + 1 :]
-                }
-                state = self._kept[stack](state, len(packed.segment_ids))
+            if stack in self._handed:
+                state, handed[self._handed[stack]] = state
             kept.append(state)
             routes += [] if own is None else [own]
         layers, states = self._by_state(kept)
@@ -303,7 +298,7 @@ class Prefill:
         zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
         for index, (stack, _) in enumerate(self._config.places):
             if isinstance(self._states[stack], Paged):
-                buffers[index] = self._kept[stack](buffers[index], 1)
+                buffers[index] = self._kept[stack](buffers[index])
         layers, states = self._by_state(buffers)
         recorded = self._recorded(routes, [0], [len(prompt)])
         yield Prefix(
@@ -342,17 +337,16 @@ class Prefill:
         routes, mixer = None if forced is None else choices(forced), self._config.stacks[stack].mixer
 
         def store(keys: Array, values: Array | None, rows: int) -> Any:
-            if stack in self._sources:
-                return keys, values
-            return self._cache.of_rows(keys, values, rows, self._cache_dtype)
+            kept = self._cache.of_rows(keys, values, rows, self._cache_dtype)
+            return (kept, (keys, values)) if stack in self._handed else kept
 
         part = PrefillPart(segment_ids, positions, last, before, start, store, self._dtype, is_chunk)
         attend: Any = mixer and mixer.prefill(self._config, part, **data)
         x, kept, own = nnx.merge(self._blocks[stack], weights)(x, rope, attend, routes, inputs)
         return x, kept, None if own is None or self._routes is None else own.astype(self._routes[1])
 
-    def _kept_program(self, buffers: tuple[Array, Array | None], rows: int) -> Any:
-        return self._cache.of_rows(*buffers, rows, self._cache_dtype)
+    def _kept_program(self, buffers: tuple[Array, Array | None]) -> Any:
+        return self._cache.of_rows(*buffers, 1, self._cache_dtype)
 
     def _head_program(self, ends: nnx.State, x: Array, last: Array) -> Array:
         outer = nnx.merge(self._ends, ends)
