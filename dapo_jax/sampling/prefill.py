@@ -201,33 +201,43 @@ class Prefill:
         return lowered, prefixes
 
     def _rows(self, params: SamplerWeights, packed: PackedPrompts, known: Known, score: bool) -> Prefix:
-        begins = packed.rows * self.shape.width + packed.starts
-        forced = self._record(packed.tokens.size, *zip(begins.tolist(), known, strict=False))
-        ropes = self._angles(packed.positions.reshape(-1), self._config)
-        x, inputs = self._embed(params["ends"], packed.tokens.reshape(-1))
-        kept, routes, handed = [], [], dict[Any, Any]()
+        begins, lengths = packed.rows * self.shape.width + packed.starts, packed.lengths.tolist()
+        record = self._record(packed.tokens.size, *zip(begins.tolist(), known, strict=False))
         last = (begins + packed.lengths - 1).astype(np.int32)
-        segments, ends = (packed.segment_ids, np.int32(0)), (packed.positions, last)
-        for index, weights in enumerate(params["layers"]):
-            rope, data = self._of_layer(index, ropes)
-            stack, how = self._config.places[index][0], self._forced(index, forced)
-            before, program = handed.get(self._source[stack]), self._layer[stack]
-            result = program(weights, x, before, rope, *segments, data, *ends, inputs[index], **how)
-            x, state, own = self._awaited(result)
-            if stack in self._handed:
-                state, handed[self._handed[stack]] = state
-            kept.append(state)
-            routes += [] if own is None else [own]
+        part = packed.segment_ids, np.int32(0), packed.positions, last
+        blank = [None] * self._config.layers
+        x, kept, routes = self._through(self._layer, params, packed.tokens, part, record, blank)
         layers, states = self._by_state(kept)
         following = np.roll(packed.tokens.reshape(-1), -1)
         scores = [self._scores(params["ends"], x, following)] if score else []
-        rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
-        logits = self._head(params["ends"], x, last)
-        recorded = self._recorded([routes], begins.tolist(), packed.lengths.tolist())
+        rows, starts, sizes = map(jnp.asarray, (packed.rows, packed.starts, packed.lengths))
         return Prefix(
-            layers=layers, logits=logits, rows=rows, starts=starts, lengths=lengths, states=states, routes=recorded,
-            scores=self._scored(scores, begins.tolist(), packed.lengths.tolist()),
+            layers=layers, logits=self._head(params["ends"], x, last), rows=rows, starts=starts, lengths=sizes, states=states,
+            routes=self._recorded([routes], begins.tolist(), lengths), scores=self._scored(scores, begins.tolist(), lengths),
         )  # fmt: skip
+
+    def _through(
+        self, programs: dict[str, Any], params: SamplerWeights, tokens: np.ndarray, part: tuple[Any, ...], record: np.ndarray | None, states: Sequence[Any],
+    ) -> tuple[Array, list[Any], list[Array]]:  # fmt: skip
+        """Embeds tokens and calls all layers. `part` has the segment ids, start, positions and last tokens as in `PrefillPart`, `record` the experts to use, and `states`
+        each layer's state before the tokens. Returns the hidden states, the layers' states after the tokens, and the choices of the layers with experts."""
+        x, inputs = self._embed(params["ends"], tokens.reshape(-1))
+        segments, start, positions, last = part
+        ropes, after = self._angles(positions.reshape(-1), self._config), list(states)
+        handed, routes = dict[Any, Any](), []
+        for index, weights in enumerate(params["layers"]):
+            rope, data = self._of_layer(index, ropes)
+            stack, forced = self._config.places[index][0], self._forced(index, record)
+            before = handed.get(self._source[stack], after[index])
+            arguments = weights, x, before, rope, segments, start, data, positions, last, inputs[index]
+            x, state, own = programs[stack](*arguments, **forced)
+            if self._waits:
+                jax.block_until_ready((x, state, own))
+            after[index] = state
+            if mixer := self._handed.get(stack):
+                after[index], handed[mixer] = state if programs is self._layer else (state, state)
+            routes += [] if own is None else [own]
+        return x, after, routes
 
     def _scored(
         self, calls: Sequence[Any], begins: Sequence[int], lengths: Sequence[int]
@@ -268,42 +278,32 @@ class Prefill:
     ) -> Iterator[Prefix | None]:
         """Prefills one sequence in chunks as wide as a row. Yields None after each chunk except the last, and finally the prefix."""
         width, x = self.shape.width, None
-        buffers: list[Any] = [self._empty[stack]() for stack, _ in self._config.places]
+        states: Sequence[Any] = [self._empty[stack]() for stack, _ in self._config.places]
         last, routes, scores = np.zeros(self.shape.row_prompts, np.int32), [], []
         padded = np.pad(prompt, (0, width)).astype(np.int32)
         for start in range(0, len(prompt), width):
-            routes.append([])
-            forced = self._record(width, (0, None if known is None else known[start : start + width]))
-            positions = np.arange(start, start + width, dtype=np.int32)
-            part, following = padded[start : start + width], padded[start + 1 : start + 1 + width]
-            (x, inputs), ropes = self._embed(params["ends"], part), self._angles(positions, self._config)
+            record = self._record(width, (0, None if known is None else known[start : start + width]))
+            positions = np.arange(start, start + width, dtype=np.int32)[None]
+            tokens, following = padded[start : start + width], padded[start + 1 : start + 1 + width]
             size = min(width, len(prompt) - start)
             real = (np.arange(width)[None] < size).astype(np.int32)
             last[0] = size - 1
-            segments, ends = (real, np.int32(start)), (positions[None], last[:1].copy())
-            for index, weights in enumerate(params["layers"]):
-                rope, data = self._of_layer(index, ropes)
-                program, forced_layer = self._part[self._config.places[index][0]], self._forced(index, forced)
-                before = buffers[self._config.sources[index]]
-                result = program(
-                    weights, x, before, rope, *segments, data, *ends, inputs[index], **forced_layer
-                )
-                x, buffers[index], chosen = self._awaited(result)
-                routes[-1] += [] if chosen is None else [chosen]
+            part = real, np.int32(start), positions, last[:1].copy()
+            x, states, chosen = self._through(self._part, params, tokens, part, record, states)
+            routes.append(chosen)
             if score:
                 scores.append(self._scores(params["ends"], x, following))
             if start + width < len(prompt):
                 yield None
-        logits = self._head(params["ends"], x, last)
         zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
-        for index, (stack, _) in enumerate(self._config.places):
-            if isinstance(self._states[stack], Paged):
-                buffers[index] = self._kept[stack](buffers[index])
-        layers, states = self._by_state(buffers)
-        recorded = self._recorded(routes, [0], [len(prompt)])
+        kept = [
+            self._kept[stack](state) if isinstance(self._states[stack], Paged) else state
+            for (stack, _), state in zip(self._config.places, states, strict=True)
+        ]
+        layers, fixed = self._by_state(kept)
         yield Prefix(
-            layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, states=states, routes=recorded,
-            scores=self._scored(scores, [0], [len(prompt)]),
+            layers=layers, logits=self._head(params["ends"], x, last), rows=zero, starts=zero, lengths=length, states=fixed,
+            routes=self._recorded(routes, [0], [len(prompt)]), scores=self._scored(scores, [0], [len(prompt)]),
         )  # fmt: skip
 
     def _by_state(self, kept: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -317,9 +317,6 @@ class Prefill:
         config = self._config
         data = {name: np.int32(value) for name, value in config.data(index).items()}
         return ropes[config.rope_of_layer[index] if config.rope_of_layer else 0], data
-
-    def _awaited(self, result: Any) -> Any:
-        return jax.block_until_ready(result) if self._waits else result
 
     # The programs below are pure functions of their arguments.
 
