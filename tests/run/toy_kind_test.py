@@ -1,4 +1,4 @@
-"""A kind of layer that the library does not know: one class and one row in the tables, and a model trains, samples, pauses, resumes, quantizes, saves and plans.
+"""A kind of layer that the library does not know: one class and one row in the table of families, and a model trains, samples, pauses, resumes, quantizes, saves and plans.
 
 The mixer averages one projection over the last tokens of a sequence. Its state has one row for each token before the current one.
 """
@@ -110,13 +110,19 @@ class Average(Mixer):
 MIXERS = (Average(3), ATTENTION, Average(3), ATTENTION)
 
 
+TOY = Family(
+    architecture="ToyForCausalLM",
+    defaults={"average_tokens": 3},
+    read=lambda values, fields, where: {"mixers": (Average(values["average_tokens"]), ATTENTION)},
+    write=lambda config: {"average_tokens": config.mixers[0].tokens},
+)
+"""The row of the table of families."""
+
+
 @pytest.fixture(scope="module")
 def registered():
-    """The row of the table, and a family that reads its key."""
-    defaults = {"layer_types": None, "full_attention_interval": 2, "average_tokens": 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(families._MIXERS, "average", (Average, {"tokens": "average_tokens"}))
-        patch.setitem(families.FAMILIES, "toy", Family(architecture="ToyForCausalLM", defaults=defaults))
+        patch.setitem(families.FAMILIES, "toy", TOY)
         yield
 
 
