@@ -44,8 +44,8 @@ class ModelConfig(Section, at="model"):
 
 
 LORA_TARGETS = (
-    "all", "attention", "mlp", "linear_attention", *(f"{p}_proj" for p in ["q", "k", "v", "o", "gate", "up", "down"]),
-    "in_proj_z", "out_proj", "latent_attention", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "all", "attention", "mlp", "linear_attention", "latent_attention", *(f"{p}_proj" for p in ["q", "k", "v", "o", "gate", "up", "down"]),
+    "in_proj_z", "out_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
 )  # fmt: skip
 """Allowed values in `lora.targets`: the names of linear layers in transformers and PEFT, and names for groups of these layers."""
 

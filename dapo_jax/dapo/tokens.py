@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Float, Int, UInt
 
 NO_ROUTE = -1
 """Entry of a token's chosen experts where nothing is recorded. All entries of a token are equal to it, and the token then chooses its experts itself. Records have unsigned
@@ -61,11 +60,6 @@ def values_of(result: Any, *, processed: bool) -> dict[str, Any]:
     """Returns the arrays of an engine's result, by value: only values that come with processing a token, or only values that come with sampling it."""
     names = [name for name, value in VALUES.items() if value.processed == processed]
     return {name: array for name in names if (array := getattr(result, name, None)) is not None}
-
-
-def choices(record: Array | np.ndarray) -> Array:
-    """Converts a record of experts, as it is stored, to int32 with `NO_ROUTE` where nothing is recorded."""
-    return jnp.where(record == jnp.iinfo(record.dtype).max, NO_ROUTE, record.astype(jnp.int32))
 
 
 def bytes_per_token(shapes: Shapes = ()) -> int:

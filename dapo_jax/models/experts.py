@@ -201,6 +201,11 @@ def chosen(
     return own, used, factors if experts.scale == 1.0 else factors * experts.scale
 
 
+def choices(record: Array | np.ndarray) -> Array:
+    """Converts a record of experts, as it is stored, to int32 with `NO_ROUTE` where nothing is recorded."""
+    return jnp.where(record == jnp.iinfo(record.dtype).max, NO_ROUTE, record.astype(jnp.int32))
+
+
 class Rows(NamedTuple):
     """The arrangement of a layer's tokens in rows, sorted by expert."""
 

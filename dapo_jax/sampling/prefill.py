@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.dapo.tokens import choices
 from dapo_jax.models.decoder import Block, EmbeddingAndHead
+from dapo_jax.models.experts import choices
 from dapo_jax.models.layer_kinds import Fixed, Paged, PrefillPart
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.projections import rope_tables

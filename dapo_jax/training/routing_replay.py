@@ -5,7 +5,8 @@ from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.metrics import Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch
-from dapo_jax.dapo.tokens import NO_ROUTE, choices
+from dapo_jax.dapo.tokens import NO_ROUTE
+from dapo_jax.models.experts import choices
 from dapo_jax.training.minibatch import Stack
 
 

@@ -193,7 +193,10 @@ def test_targets_name_matrices(targets, expected):
     [
         ({"rank": 0}, "rank 0"),
         ({"alpha": 0.0}, "alpha 0.0"),
-        ({"targets": ["lm_head"]}, "'lm_head'.* all, attention, mlp, linear_attention, q_proj"),
+        (
+            {"targets": ["lm_head"]},
+            "'lm_head'.* all, attention, mlp, linear_attention, latent_attention, q_proj",
+        ),
         ({"targets": []}, ": all, attention"),
     ],
 )

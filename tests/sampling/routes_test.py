@@ -16,9 +16,9 @@ from flax import nnx
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import Continuation
-from dapo_jax.dapo.tokens import VALUES, Tokens, TokenValue, choices, join
+from dapo_jax.dapo.tokens import VALUES, Tokens, TokenValue, join
 from dapo_jax.models.decoder import Decoder
-from dapo_jax.models.presets import Experts
+from dapo_jax.models.experts import Experts, choices
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import shardings
