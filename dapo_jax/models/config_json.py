@@ -147,6 +147,7 @@ def rope_settings(rope: Rope, reads: Mapping[str, Any]) -> dict[str, Any]:
     if rope.scaling is not None:
         ours = {**vars(rope.scaling), ORIGINAL_LENGTH: rope.scaling.original_max_positions}
         ours["truncate"] = None if rope.scaling.truncate else False
+        ours["mscale_all_dim"] = rope.scaling.mscale_all_dim or None
         settings |= {"rope_type": rope.scaling.kind} | present(
             {key: ours.get(key) for key in _SCALING_KINDS[rope.scaling.kind]}
         )
@@ -250,7 +251,7 @@ def _scaling(
         for key in given
         if given[key] != 0 or not key.startswith("mscale")
     }
-    scales = [numbers.pop(key, 0.0) for key in ("mscale", "mscale_all_dim")]
+    scales = [numbers.pop("mscale", 0.0), numbers.get("mscale_all_dim", 0.0)]
     if all(scales) and "attention_factor" not in numbers:
         over, under = (0.1 * scale * math.log(numbers["factor"]) + 1.0 for scale in scales)
         numbers["attention_factor"] = over / under

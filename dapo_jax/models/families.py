@@ -262,6 +262,7 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope",),
     "partial_rotary_factor": (1.0,),
     "rope_interleaved": (False,),
+    "rope_interleave": (True,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),

@@ -10,9 +10,9 @@ their norms. All of this is in float32.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,11 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.layer_kinds import Attend
 from dapo_jax.models.parameters import Parameter
 from dapo_jax.models.projections import rms_norm
-from dapo_jax.models.recurrent import CHUNK, Mixed, Recurrent, einsum, first_rates, first_steps
+from dapo_jax.models.recurrent import CHUNK, Mixed, Recurrent, einsum
 from dapo_jax.models.rope import RopeTables
 
 _NORM_EPS = 1e-6
 """Added to the squared norms of queries and keys."""
-
-_INPUTS = ("query", "key", "value", "value_gate", "write", "forget")
-"""The matrices that are applied to the layer's input."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,10 @@ class GatedDelta(Recurrent):
     stack = "delta_blocks"
     group = "linear_attention"
     targets = ("in_proj_z", "out_proj")
+    path = "linear_attn"
+    inputs: ClassVar = {
+        **dict.fromkeys(("query", "key", "value"), "in_proj_qkv"), "value_gate": "in_proj_z", "write": "in_proj_b", "forget": "in_proj_a",
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.key_heads < 1 or self.value_heads % self.key_heads:
@@ -62,50 +63,20 @@ class GatedDelta(Recurrent):
         return {"query": keys, "key": keys, "value": (self.value_heads, self.value_dim)}
 
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
-        embed, heads = config.embed_dim, (self.value_heads,)
-        axes = {
-            "query": ("heads", "head_dim"),
-            "key": ("heads", "head_dim"),
-            "value": ("heads", "head_dim"),
-        }
-        sizes = self.sizes
-
-        def matrix(shape: tuple[int, ...], axes: tuple[str, ...], tensor: str, target: str = "") -> Parameter:
-            if self.by_key_head:
-                tensor = "in_proj_ba" if tensor in ("in_proj_b", "in_proj_a") else "in_proj_qkvz"
-            return Parameter(
-                shape=(*shape, embed), axes=(*axes, "embed"), fan_in=embed, tensor=f"linear_attn.{tensor}.weight", target=target, joins=_INPUTS,
-                blocks=self.key_heads * self.by_key_head,
-            )  # fmt: skip
-
-        def filters(name: str) -> Parameter:
-            return Parameter(
-                shape=(*sizes[name], 1, self.taps), axes=(*axes[name], "features", "taps"), fan_in=self.taps,
-                tensor="linear_attn.conv1d.weight", float32=True,
-            )  # fmt: skip
-
-        alike: dict[str, Any] = {"shape": heads, "axes": ("heads",), "float32": True}
-        return {
-            **{name: matrix(sizes[name], axes[name], "in_proj_qkv") for name in sizes},
-            **{f"{name}_conv": filters(name) for name in sizes},
-            "value_gate": matrix(sizes["value"], axes["value"], "in_proj_z", "in_proj_z"),
-            "write": matrix(heads, ("heads",), "in_proj_b"),
-            "forget": matrix(heads, ("heads",), "in_proj_a"),
-            "decay": Parameter(start=partial(first_rates, shape=heads), tensor="linear_attn.A_log", **alike),
-            "step_bias": Parameter(start=partial(first_steps, shape=heads), tensor="linear_attn.dt_bias", **alike),
-            "delta_norm": Parameter(
-                shape=(self.value_dim,), axes=("norm",), start=1.0, tensor="linear_attn.norm.weight", float32=True
-            ),
-            "output": Parameter(
-                shape=(embed, *sizes["value"]), axes=("embed", *axes["value"]), fan_in=math.prod(sizes["value"]) * 2 * config.layers,
-                tensor="linear_attn.out_proj.weight", target="out_proj",
-            ),
-        }  # fmt: skip
+        found = super().parameters(config)
+        tensor = f"{self.path}.norm.weight"
+        found["delta_norm"] = Parameter(
+            shape=(self.value_dim,), axes=("norm",), start=1.0, tensor=tensor, float32=True
+        )
+        for name in self.inputs if self.by_key_head else ():
+            tensor = "in_proj_ba" if name in ("write", "forget") else "in_proj_qkvz"
+            found[name] = replace(found[name], tensor=f"{self.path}.{tensor}.weight", blocks=self.key_heads)
+        return found
 
     def mix(
         self, layer: Any, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "features tokens"], Any]:
-        query, key, value, gate, write, forget = layer.project(_INPUTS, x)
+        query, key, value, gate, write, forget = layer.project(tuple(self.inputs), x)
         steps = jax.nn.softplus(forget + layer.step_bias[...][:, None])
         decay = -jnp.exp(layer.decay[...])[:, None] * steps
         filters = layer.query_conv[...], layer.key_conv[...], layer.value_conv[...]

@@ -8,7 +8,6 @@ A token has a latent c of `rank` numbers, which is normalized, and a rotated key
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from jaxtyping import Array, Float
 
 from dapo_jax.models.architecture import LORA_PARTS, Architecture
 from dapo_jax.models.attention import causal_attention, part_attention
-from dapo_jax.models.config_json import checked, rope_settings
 from dapo_jax.models.layer_kinds import Attend, DecodingStep, Mixer, Paged, PrefillPart, TrainingRows
 from dapo_jax.models.parameters import Parameter, norm
 from dapo_jax.models.projections import Projections, rms_norm, rotary, with_offset
@@ -45,10 +43,6 @@ class LatentAttention(Mixer):
     value_dim: int
     query_rank: int | None = None
     """Number of entries of a second latent, from which queries are computed. If None, they are computed from the layer's input."""
-    neighbours: bool = True
-    """Whether the rotation pairs dimensions 2i and 2i + 1. If False, it pairs i and i + rotated_dim / 2."""
-    mscale_all_dim: float = 0.0
-    """If this is a number s above 0, scores are multiplied by (0.1 s ln(factor) + 1)^2 with the factor of the scaled rotation."""
     norm_eps: float = 1e-6
     """Epsilon of the norms of latents. It does not depend on `Architecture.norm_eps`."""
 
@@ -111,14 +105,15 @@ class LatentAttention(Mixer):
     def _scale(self, config: Architecture) -> float:
         """Returns the factor of the scores."""
         scaling = config.ropes[0].scaling if config.ropes[0] else None
-        growth = 0.1 * self.mscale_all_dim * math.log(scaling.factor) + 1.0 if scaling else 1.0
+        growth = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0 if scaling else 1.0
         return self.key_dim**-0.5 * growth**2
 
     def _normed(self, layer: Projections, name: str, x: Float[Array, "dim tokens"]) -> Array:
         return rms_norm(x, with_offset(layer.config, getattr(layer, name)[...]), self.norm_eps)
 
     def _rotated(self, x: Float[Array, "heads rotated_dim tokens"], rope: RopeTables) -> Array:
-        return rotary(jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1) if self.neighbours else x, rope)
+        """Rotates pairs of the dimensions 2i and 2i + 1. The order of the results differs, but for queries and keys alike."""
+        return rotary(jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1), rope)
 
     def over_rows(self, config: Architecture, rows: TrainingRows) -> Attend:
         segments = rows.segment_ids, rows.prefix_ids
@@ -166,14 +161,8 @@ class LatentAttention(Mixer):
             self.latent_dim + self.rank if decoding else self.key_dim + self.value_dim
         )
 
-    def _expanded(
-        self, layer: Projections, query: Queries, latent: Latents
-    ) -> tuple[
-        Float[Array, "heads row_dim tokens"],
-        Float[Array, "heads row_dim tokens"],
-        Float[Array, "heads row_dim tokens"],
-    ]:
-        """Returns queries, keys and values of all heads. They are padded to the same number of dimensions, because kernels need it."""
+    def _expanded(self, layer: Projections, query: Queries, latent: Latents) -> tuple[Array, Array, Array]:
+        """Returns queries, keys and values of all heads, each [heads, row_dim, tokens]. They are padded to `row_dim`, because kernels need it."""
         latent, key = jnp.split(latent[0], [self.rank])
         (both,) = layer.project(("key_value",), latent)
         plain, value = jnp.split(both, [self.plain_dim], axis=1)
@@ -215,37 +204,3 @@ class LatentAttention(Mixer):
             return None
         a, b = (getattr(layer, name)[...] for name in names)
         return a, b, layer.config.lora.scale
-
-
-_KEYS = {
-    "rank": "kv_lora_rank",
-    "plain_dim": "qk_nope_head_dim",
-    "rotated_dim": "qk_rope_head_dim",
-    "value_dim": "v_head_dim",
-}
-"""The key in config.json for each size."""
-
-
-def read(values: Mapping[str, Any], fields: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Implements `Family.read`."""
-    rank = None if values["q_lora_rank"] is None else checked(values, "q_lora_rank", int, where)
-    settings = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    mixer = LatentAttention(
-        **{ours: checked(values, key, int, where) for ours, key in _KEYS.items()},
-        query_rank=rank,
-        neighbours=checked(values, "rope_interleave", bool, where),
-        mscale_all_dim=float(settings.get("mscale_all_dim") or 0.0),
-    )
-    return {"mixers": (mixer,), "head_dim": mixer.rotated_dim, "kv_heads": fields["heads"]}
-
-
-def write(config: Any) -> dict[str, Any]:
-    """Implements `Family.write`."""
-    mixer = config.mixers[0]
-    described = {key: getattr(mixer, ours) for ours, key in _KEYS.items()}
-    described |= {"q_lora_rank": mixer.query_rank, "rope_interleave": mixer.neighbours, "qk_head_dim": mixer.key_dim}  # fmt: skip
-    if mixer.mscale_all_dim:
-        settings = rope_settings(config.ropes[0], {}) | {"mscale_all_dim": mixer.mscale_all_dim}
-        scaling = {key: value for key, value in settings.items() if key != "rope_theta"}
-        described |= {"rope_parameters": settings, "rope_scaling": scaling}
-    return described

@@ -7,10 +7,7 @@ Each head has a state S [state, head_dim]. A token with step d, rate r, input x,
 So it is the recurrence of `models.recurrent` with the key B, the query C, and the change d x. The convolution has biases. All of this is in float32.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,12 +17,8 @@ from jaxtyping import Array, Float
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.layer_kinds import Attend
 from dapo_jax.models.parameters import Parameter
-from dapo_jax.models.projections import Projections
-from dapo_jax.models.recurrent import CHUNK, Mixed, Recurrent, first_rates, first_steps
+from dapo_jax.models.recurrent import CHUNK, Mixed, Recurrent
 from dapo_jax.models.rope import RopeTables
-
-_INPUTS = ("value_gate", "value", "key", "query", "step")
-"""The matrices that are applied to the layer's input, in the order of their rows in a file."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +33,8 @@ class Mamba(Recurrent):
     """Number of dimensions of B and C."""
 
     stack = "mamba_blocks"
+    path = "mamba"
+    inputs = dict.fromkeys(("value_gate", "value", "key", "query", "step"), "in_proj")
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.heads % self.groups:
@@ -51,64 +46,38 @@ class Mamba(Recurrent):
         return {"query": shared, "key": shared, "value": (self.heads, self.head_dim)}
 
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
-        embed, heads = config.embed_dim, (self.heads,)
-        # Devices along `tensor` have different heads. One group cannot be split, so each of them has its B and C.
-        shared = ("heads" if self.groups > 1 else "features", "head_dim")
-        axes = {"query": shared, "key": shared, "value": ("heads", "head_dim")}
-        shapes = {**self.sizes, "value_gate": self.sizes["value"], "step": heads}
-        axes |= {"value_gate": axes["value"], "step": ("heads",)}
-
-        def of_heads(name: str, start: float | Callable[[Array], Array]) -> Parameter:
-            return Parameter(shape=heads, axes=("heads",), start=start, tensor=f"mamba.{name}", float32=True)
-
-        filters, biases = {}, {}
+        found = super().parameters(config)
         for name in ("value", "key", "query"):
-            filters[f"{name}_conv"] = Parameter(
-                shape=(*shapes[name], 1, self.taps), axes=(*axes[name], "features", "taps"), fan_in=self.taps, tensor="mamba.conv1d.weight", float32=True,
-            )  # fmt: skip
-            biases[f"{name}_conv_bias"] = Parameter(shape=shapes[name], axes=axes[name], tensor="mamba.conv1d.bias", float32=True)  # fmt: skip
-        wide: dict[str, Any] = {"shape": self.sizes["value"], "axes": axes["value"]}
-        return {
-            **{
-                name: Parameter(
-                    shape=(*shapes[name], embed), axes=(*axes[name], "embed"), fan_in=embed, tensor="mamba.in_proj.weight", joins=_INPUTS
-                )
-                for name in _INPUTS
-            },
-            **filters,
-            **biases,
-            "decay": of_heads("A_log", partial(first_rates, shape=heads)),
-            "step_bias": of_heads("dt_bias", partial(first_steps, shape=heads)),
-            "skip": of_heads("D", 1.0),
-            "mamba_norm": Parameter(**wide, start=1.0, tensor="mamba.norm.weight", float32=True),
-            "output": Parameter(
-                shape=(embed, *wide["shape"]), axes=("embed", *wide["axes"]), fan_in=math.prod(wide["shape"]) * 2 * config.layers,
-                tensor="mamba.out_proj.weight", target="out_proj",
-            ),
-        }  # fmt: skip
+            found[f"{name}_conv_bias"] = Parameter(
+                shape=self.sizes[name], axes=found[name].axes[:2], tensor="mamba.conv1d.bias", float32=True
+            )
+        found["skip"] = replace(found["decay"], start=1.0, tensor="mamba.D")
+        found["mamba_norm"] = Parameter(
+            shape=self.sizes["value"], axes=("heads", "head_dim"), start=1.0, tensor="mamba.norm.weight", float32=True
+        )  # fmt: skip
+        return found
 
     def mix(
-        self, layer: Projections, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
+        self, layer: Any, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "features tokens"], Any]:
-        given: Any = layer
-        gate, value, key, query, step = layer.project(_INPUTS, x)
-        steps = jax.nn.softplus(step + given.step_bias[...][:, None])
-        filters = given.query_conv[...], given.key_conv[...], given.value_conv[...]
-        biases = given.query_conv_bias[...], given.key_conv_bias[...], given.value_conv_bias[...]
-        decay = -jnp.exp(given.decay[...])[:, None] * steps
-        out, kept = attend(Mixed(query, key, value, decay, steps, filters, biases, given.skip[...]))
-        # The norm is over the heads of a group, after the gate.
-        gated = (out * jax.nn.silu(gate)).reshape(len(key), -1, out.shape[2])
+        gate, value, key, query, step = layer.project(tuple(self.inputs), x)
+        steps = jax.nn.softplus(step + layer.step_bias[...][:, None])
+        decay = -jnp.exp(layer.decay[...])[:, None] * steps
+        filters = layer.query_conv[...], layer.key_conv[...], layer.value_conv[...]
+        biases = layer.query_conv_bias[...], layer.key_conv_bias[...], layer.value_conv_bias[...]
+        out, kept = attend(Mixed(query, key, value, decay, steps, filters, biases, layer.skip[...]))
+        return self.gated(layer, out, gate).reshape(-1, out.shape[2]), kept
+
+    def gated(self, layer: Any, out: Array, gate: Array) -> Float[Array, "heads head_dim tokens"]:
+        """Multiplies the output of the recurrence by silu of the gate, and then normalizes it over the heads of each group."""
+        groups = max(1, self.groups * len(out) // self.heads)
+        gated = (out * jax.nn.silu(gate)).reshape(groups, -1, out.shape[2])
         total = (gated * gated).sum(1)
         if self.groups == 1:
             total = layer.layout.over_heads(total[0])[None]
         mean = total * (self.groups / (self.heads * self.head_dim))
         normed = (gated * jax.lax.rsqrt(mean + layer.config.norm_eps)[:, None]).reshape(out.shape)
-        return (normed * given.mamba_norm[...][..., None]).reshape(-1, out.shape[2]), kept
-
-    def tail(self, x: Float[Array, "sequences heads dim past"]) -> Array:
-        """Returns [sequences, channels, past]. Devices can split the channels of one group."""
-        return x.reshape(len(x), -1, x.shape[-1])
+        return normed * layer.mamba_norm[...][..., None]
 
     def flops(self, config: Architecture, *, decoding: bool) -> tuple[int, int]:
         """A token is multiplied by the state once, and changes it once. In a chunk of C tokens, each token has C products of B and C, C products of changes, and its

@@ -32,10 +32,6 @@ def _nemotron_layers(values: Mapping[str, Any], fields: Mapping[str, Any], where
     if odd := [kind for kind in letters if kind not in _LETTERS.values()]:
         key, known = "layers_block_type" if names else "hybrid_override_pattern", " or ".join(_LETTERS)
         raise ValueError(f"{where}: {key} has {odd[0]!r} (only {known}, or their letters, loads)")
-    if pattern not in (None, "".join(letters)):
-        raise ValueError(
-            f"{where}: layers_block_type has the pattern {''.join(letters)!r}, but hybrid_override_pattern is {pattern!r}; keep one"
-        )
     kinds = {
         "M": (Mamba(**{ours: checked(values, key, int, where) for ours, key in _NEMOTRON.items()}), None),
         "*": (ATTENTION, None),

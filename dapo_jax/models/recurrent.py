@@ -10,10 +10,10 @@ convolution over the last tokens and silu are applied to q, k and v. A kind dete
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.layer_kinds import Attend, DecodingStep, Fixed, Mixer, PrefillPart, TrainingRows
+from dapo_jax.models.parameters import Parameter
 from dapo_jax.numerics.segments import looked_up
 
 CHUNK = 64
@@ -56,26 +57,15 @@ class RecurrentState:
 
     memory: Float[Array, "sequences value_heads key_dim value_dim"] | Any
     tails: tuple[Array, Array, Array] | Any
-    """The last taps - 1 inputs of the convolution of query, key and value, each [sequences, heads, dim, taps - 1]."""
+    """The last taps - 1 inputs of the convolution of query, key and value, each [sequences, heads x dim, taps - 1]. Devices may split the dimensions of one head."""
 
 
 def empty(
     sequences: int, keys: Sequence[int], values: Sequence[int], taps: int, dtype: Any
 ) -> RecurrentState:
     """Returns the state before the first token. `keys` and `values` are (heads, dimensions)."""
-    tails = tuple(jnp.zeros((sequences, *shape, taps - 1), dtype) for shape in (keys, keys, values))
+    tails = tuple(jnp.zeros((sequences, math.prod(shape), taps - 1), dtype) for shape in (keys, keys, values))
     return RecurrentState(jnp.zeros((sequences, values[0], keys[1], values[1]), dtype), tails)
-
-
-def first_rates(key: Array, shape: tuple[int, ...]) -> Float[Array, " heads"]:
-    """Returns initial values of the logarithm of the decay rate. As in Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060), rates are uniform from 1 to 16."""
-    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1.0, 16.0))
-
-
-def first_steps(key: Array, shape: tuple[int, ...]) -> Float[Array, " heads"]:
-    """Returns initial values of the step before softplus, whose values after softplus are log-uniform from 0.001 to 0.1."""
-    ends = math.log(0.001), math.log(0.1)
-    return jnp.log(jnp.expm1(jnp.exp(jax.random.uniform(key, shape, jnp.float32, *ends))))
 
 
 @dataclass(frozen=True)
@@ -85,10 +75,50 @@ class Recurrent(Mixer):
     taps: int = field(default=4, kw_only=True)
     """Number of tokens in the convolution."""
 
+    path: ClassVar[str]
+    """The beginning of the names of tensors."""
+    inputs: ClassVar[Mapping[str, str]]
+    """The tensor of each matrix that is applied to the layer's input, in the order of the products. Matrices may be parts of one tensor."""
+
     @property
     @abstractmethod
     def sizes(self) -> dict[str, tuple[int, int]]:
         """The numbers of heads and of their dimensions, of query, key and value."""
+
+    def parameters(self, config: Architecture) -> dict[str, Parameter]:
+        embed, wide = config.embed_dim, self.sizes["value"]
+        # Devices along `tensor` have different heads. A single key head cannot be split, so each of them has it.
+        keys = "heads" if self.sizes["key"][0] > 1 else "features", "head_dim"
+        values, shapes = ("heads", "head_dim"), {**self.sizes, "value_gate": wide}
+        axes = {"query": keys, "key": keys, "value": values, "value_gate": values}
+        per_head: dict[str, Any] = {"shape": wide[:1], "axes": values[:1], "float32": True}
+        matrices = {
+            name: Parameter(
+                shape=(*shapes.get(name, wide[:1]), embed), axes=(*axes.get(name, values[:1]), "embed"), fan_in=embed, joins=tuple(self.inputs),
+                tensor=f"{self.path}.{tensor}.weight", target=tensor if tensor in self.targets else "",
+            )
+            for name, tensor in self.inputs.items()
+        }  # fmt: skip
+        filters = {
+            f"{name}_conv": Parameter(
+                shape=(*shapes[name], 1, self.taps), axes=(*axes[name], "features", "taps"), fan_in=self.taps,
+                tensor=f"{self.path}.conv1d.weight", float32=True,
+            )
+            for name in self.inputs if name in self.sizes
+        }  # fmt: skip
+        output = Parameter(
+            shape=(embed, *wide), axes=("embed", *values), fan_in=math.prod(wide) * 2 * config.layers,
+            tensor=f"{self.path}.out_proj.weight", target="out_proj",
+        )  # fmt: skip
+        # The order of the parameters determines their random initial values.
+        last = max(map(list(matrices).index, self.sizes))
+        first = dict(list(matrices.items())[: last + 1])
+        return {
+            **first, **filters, **matrices,
+            "decay": Parameter(start=partial(_first_rates, shape=wide[:1]), tensor=f"{self.path}.A_log", **per_head),
+            "step_bias": Parameter(start=partial(_first_steps, shape=wide[:1]), tensor=f"{self.path}.dt_bias", **per_head),
+            "output": output,
+        }  # fmt: skip
 
     def prepared(self, query: Array, key: Array, axis: int) -> tuple[Array, Array]:
         """Returns the query and the key of the recurrence, after the convolution. `axis` is the axis of a head's dimensions."""
@@ -104,10 +134,6 @@ class Recurrent(Mixer):
         `key` and `write` are in chunks, as in `_scanned`. `within` [chunks, rows, key_heads, group, to, from] has the decays between two tokens, or 0.
         """
         return None
-
-    def tail(self, x: Float[Array, "sequences heads dim past"]) -> Array:
-        """Returns the last inputs of the convolution in the shape in which the state contains them."""
-        return x
 
     def over_rows(self, config: Architecture, rows: TrainingRows) -> Attend:
         prefix = rows.layout.prompts(rows.prefix_ids)
@@ -127,10 +153,19 @@ class Recurrent(Mixer):
 
     def _empty(self, sequences: int, compute_dtype: str) -> RecurrentState:
         """Returns the state before the first token. It is float32, or float64 if the compute dtype is float64."""
-        *_, keys, values = self.sizes.values()
         dtype = np.promote_types(compute_dtype, np.float32)
-        before = empty(sequences, keys, values, self.taps, dtype)
-        return replace(before, tails=tuple(map(self.tail, before.tails)))
+        return empty(sequences, self.sizes["key"], self.sizes["value"], self.taps, dtype)
+
+
+def _first_rates(key: Array, shape: tuple[int, ...]) -> Float[Array, " heads"]:
+    """Returns initial values of the logarithm of the decay rate. As in Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060), rates are uniform from 1 to 16."""
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1.0, 16.0))
+
+
+def _first_steps(key: Array, shape: tuple[int, ...]) -> Float[Array, " heads"]:
+    """Returns initial values of the step before softplus, whose values after softplus are log-uniform from 0.001 to 0.1."""
+    ends = math.log(0.001), math.log(0.1)
+    return jnp.log(jnp.expm1(jnp.exp(jax.random.uniform(key, shape, jnp.float32, *ends))))
 
 
 def one_token(
@@ -159,7 +194,8 @@ def one_token(
     memory = memory + key[:, :, None, :, None] * change[..., None, :]
     out = einsum("skd,skrde->skre", query, memory).reshape(slots, -1, value.shape[-1])
     out = out if mixed.skip is None else out + mixed.skip[None, :, None] * plain
-    new = RecurrentState(memory.reshape(state.memory.shape), tuple(rule.tail(part[..., 1:]) for part in wide))
+    tails = (part[..., 1:].reshape(tail.shape) for part, tail in zip(wide, state.tails, strict=True))
+    new = RecurrentState(memory.reshape(state.memory.shape), tuple(tails))
 
     def kept(new: Array, old: Array) -> Array:
         return jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -278,10 +314,8 @@ def over_rows(
     held = held + einsum("skjd,skrj,skrje->skrde", key[at], weights, changes[at])
     window = column[:, None] + jnp.arange(1, taps)[None]
     same = extended[row[:, None], window] == segment_ids[row, column][:, None]
-    tails = tuple(
-        rule.tail(jnp.where(same[:, None, None], part[:, :, row[:, None], window].transpose(2, 0, 1, 3), 0.0))
-        for part in wide
-    )
+    channels = (part.reshape(-1, *part.shape[2:])[:, row[:, None], window].swapaxes(0, 1) for part in wide)
+    tails = tuple(jnp.where(same[:, None], part, 0.0) for part in channels)
     return out, RecurrentState(held.reshape(len(ends), -1, *held.shape[3:]), tails)
 
 

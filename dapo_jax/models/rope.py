@@ -40,6 +40,8 @@ class RopeScaling:
     attention_factor: float | None = None
     """Factor by which cosine and sine are multiplied (yarn, longrope). None: 0.1 ln(factor) + 1 for yarn, as in the paper, and
     sqrt(1 + ln(factor) / ln(original_max_positions)) for longrope."""
+    mscale_all_dim: float = 0.0
+    """For yarn with latent attention: a number s by which scores grow by the factor (0.1 s ln(factor) + 1)^2. Other attention does not read it."""
     short_factor: tuple[float, ...] = ()
     """For longrope: divisor of each frequency if no sequence is longer than `original_max_positions`."""
     long_factor: tuple[float, ...] = ()

@@ -126,7 +126,7 @@ def test_the_operations_of_a_pair_are_counted_in_both_forms():
         ("deepseek_v3", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy'"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*fp8.* remove the key"),
-        ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 2}, "first_k_dense_replace=2 differs .*mlp_layer_types"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types=.* for each of 4 layers"),
         ("glm4_moe_lite", {"mlp_layer_types": ["linear"] * 4}, "mlp_layer_types=.* 'dense' or 'sparse'"),
         ("youtu", {"n_routed_experts": 8}, "n_routed_experts=8"),
@@ -138,7 +138,7 @@ def test_settings_that_are_not_supported_are_refused_by_key(name, changes, messa
 
 
 def test_absent_keys_have_the_values_of_each_class():
-    absent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_interleave")
+    absent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
     mixers = {}
     for name in ("deepseek_v3_flat", "glm4_moe_lite", "youtu"):
         described = {key: value for key, value in golden(name).items() if key not in absent}
@@ -153,7 +153,6 @@ def test_absent_keys_have_the_values_of_each_class():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rope_interleave": False},
         {"first_k_dense_replace": 0},
         {"first_k_dense_replace": 3},
         {"n_shared_experts": 0},
@@ -172,6 +171,8 @@ def test_any_layers_of_glm_may_be_dense():
     assert config.routed == (1, 3)
     assert describe(config)["mlp_layer_types"] == kinds
     assert "first_k_dense_replace" not in describe(config)
+    two = understand(golden("glm4_moe_lite", mlp_layer_types=None, first_k_dense_replace=2), "config.json")
+    assert two.routed == (2, 3)
 
 
 def test_layers_that_predict_further_tokens_are_skipped_and_counted():
