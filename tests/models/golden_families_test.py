@@ -63,6 +63,15 @@ FOLDERS = {path.name: path for path in sorted((Path(__file__).parents[1] / "gold
 TOLERANCE, NEW = 2e-4, 12
 
 
+GRANITE = 3.1e-5
+"""Tolerance of the log-probabilities of `granite_hybrid`, from the rounding errors of float32. Let u be 6e-8. In float64, relative errors u of the residual stream
+after layers 0, 1, 2 and 3 change these log-probabilities by 1.5e-6, 0.9e-6, 0.3e-6 and 0.3e-6 (standard deviation of 20 draws, most of all tokens). In float32, a
+Mamba-2 layer computes its output with relative errors of 4 u to 12 u: each of its seven operations causes up to 3 u. So a path differs from float64 by up to
+12 sqrt(1.5^2 + 0.9^2 + 0.3^2 + 0.3^2) 1e-6 = 2.2e-5, and two paths differ by up to sqrt(2) times that. Found against float64: 1.6e-5 with chunks of 1 and 16 tokens,
+0.9e-5 with 8, 1.5e-5 and 2.2e-5 with 64, and 1.0e-5 in the sampler. So the form of the recurrence is not the cause.
+"""
+
+
 def tolerance(name):
     return 5e-4 if "logits64" in expected(name) else 3e-4 if name == "qwen3_5" else TOLERANCE
 
@@ -225,7 +234,9 @@ def test_the_sampler_continues_as_the_trainer_computes(name, cache, width):
     for row, prompt in enumerate(rows_of(name)[0]):
         ours = jax.nn.log_softmax(logits[row, len(prompt) - 1 : len(prompt) - 1 + NEW])
         trained = np.take_along_axis(np.asarray(ours), found["greedy"][row][:, None].astype(np.int32), -1)
-        np.testing.assert_allclose(logprobs[row], trained[:, 0], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(
+            logprobs[row], trained[:, 0], rtol=0, atol=GRANITE if name == "granite_hybrid" else 2e-5
+        )
     if cache != "slots":
         return
     for key in (key for key in found if key.endswith(".keys")):

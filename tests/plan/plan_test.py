@@ -1,15 +1,17 @@
 """`dapo-jax plan` from shapes: the published configurations, and the output."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
-from dapo_jax.plan.output import as_data
+from dapo_jax.plan.output import as_data, show
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.topologies import parse
 
@@ -48,6 +50,24 @@ def test_a_layer_with_a_window_keeps_the_pages_of_its_window():
     assert made.cache_bytes == 256 * 764 * page
     assert 0 <= made.resident.decode_state - made.cache_bytes < 1.01 * 256 * 4 * made.decoder.vocab_rows
     assert as_data(made)["cached_token_bytes"] == 26 * 2 * 256 * 2
+
+
+def test_a_cached_token_of_deepseek_v3_has_the_size_of_its_latents(tmp_path, capsys):
+    """61 layers have a latent of 512 numbers and a rotated key of 64, of 2 bytes each: 70,272 bytes, whatever the number of devices along `tensor`. The keys and
+    values of 128 heads would have 128 x (128 + 64 + 128) = 40,960 numbers in each layer."""
+    described = {
+        "model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "max_position_embeddings": 163_840,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    changes = [f"model.source={tmp_path}", "model.compute_dtype=bfloat16", "parallel.fsdp=1"]
+    made = plan(load_config("quickstart", changes))
+    assert as_data(made)["cached_token_bytes"] == 61 * 576 * 2 == 70_272
+    assert made.token_bytes == {0: 70_272}
+    assert made.cache_bytes == 70_272 * made.pages.tokens
+    show(made, Console(width=200))
+    printed = capsys.readouterr().out
+    assert re.search(r"one cached token, on all devices of a sampler\W+68\.6 KiB", printed)
 
 
 def test_muon_has_one_moment_for_a_matrix():
