@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from dapo_jax.models.architecture import LORA_PARTS, Architecture
+from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import causal_attention, part_attention
 from dapo_jax.models.layer_kinds import Attend, DecodingStep, Mixer, Paged, PrefillPart, TrainingRows
 from dapo_jax.models.parameters import Parameter, norm
@@ -176,31 +176,25 @@ class LatentAttention(Mixer):
     def _absorbed(self, layer: Any, query: Queries) -> Float[Array, "heads latent tokens"]:
         """Returns the queries of latents: W_k^T q, and below it, the rotated dimensions."""
         plain, turned = jnp.split(query, [self.plain_dim], axis=1)
-        weight: Any = jax.tree.map(lambda rows: rows[:, : self.plain_dim], layer.key_value[...])
-        scaled = plain
-        if isinstance(weight, Quantized):
-            weight, scaled = weight.values, plain * weight.scale
-        made = product("hdr,hdt->hrt", weight, scaled, layer.compute_dtype)
-        if adapter := self._adapter(layer):
-            a, b, factor = adapter
-            low = product("hdk,hdt->hkt", b[:, : self.plain_dim], plain, layer.compute_dtype)
-            made = made + product("kr,hkt->hrt", a, low, layer.compute_dtype) * factor
+        made = self._multiplied(layer, slice(self.plain_dim), plain, transposed=True)
         return jnp.concatenate([made, turned], axis=1) * self.latent_dim**0.5
 
     def _values(self, layer: Any, mean: Float[Array, "heads rank tokens"]) -> Array:
         """Returns W_v times a mean of latents, for each head."""
-        weight = jax.tree.map(lambda rows: rows[:, self.plain_dim :], layer.key_value[...])
-        out = product("hdr,hrt->hdt", weight, mean, layer.compute_dtype)
-        if adapter := self._adapter(layer):
-            a, b, factor = adapter
-            low = product("kr,hrt->hkt", a, mean, layer.compute_dtype)
-            out = out + product("hdk,hkt->hdt", b[:, self.plain_dim :], low, layer.compute_dtype) * factor
-        return out
+        return self._multiplied(layer, slice(self.plain_dim, None), mean)
 
-    def _adapter(self, layer: Projections) -> tuple[Array, Array, float] | None:
-        """Returns A [rank of the adapter, rank], B [heads, dimensions, rank of the adapter] and the scale of the adapter of keys and values, if there is one."""
-        names = [f"key_value_{part}" for part in LORA_PARTS]
-        if layer.config.lora is None or not hasattr(layer, names[0]):
-            return None
-        a, b = (getattr(layer, name)[...] for name in names)
-        return a, b, layer.config.lora.scale
+    def _multiplied(self, layer: Any, rows: slice, x: Array, *, transposed: bool = False) -> Array:
+        """Multiplies `x` by some rows of each head's matrix of keys and values, or by their transpose, and adds the contribution of its adapter."""
+        weight: Any = jax.tree.map(lambda matrix: matrix[:, rows], layer.key_value[...])
+        scaled = x
+        if transposed and isinstance(weight, Quantized):
+            weight, scaled = weight.values, x * weight.scale
+        spec = "hdr,hdt->hrt" if transposed else "hdr,hrt->hdt"
+        made = product(spec, weight, scaled, layer.compute_dtype)
+        if not hasattr(layer, "key_value_lora_a"):
+            return made
+        a, b = layer.key_value_lora_a[...], layer.key_value_lora_b[...][:, rows]
+        steps = [("kr,hrt->hkt", a), ("hdk,hkt->hdt", b)]
+        for spec, matrix in [("hdk,hdt->hkt", b), ("kr,hkt->hrt", a)] if transposed else steps:
+            x = product(spec, matrix, x, layer.compute_dtype)
+        return made + x * layer.config.lora.scale
