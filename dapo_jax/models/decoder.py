@@ -94,7 +94,7 @@ class Block(Projections):
 
 def end_parameters(config: DecoderConfig) -> dict[str, Parameter]:
     """Returns the parameters before and after the layers. The tables have padding rows, which files do not have."""
-    table = {
+    table: dict[str, Any] = {
         "shape": (config.vocab_rows, config.embed_dim),
         "axes": ("vocab", "embed"),
         "fan_in": config.embed_dim,
@@ -106,7 +106,7 @@ def end_parameters(config: DecoderConfig) -> dict[str, Parameter]:
     }  # fmt: skip
     if dim := config.layer_embed_dim:
         wide = config.layers * dim
-        table["shape"] = config.vocab_rows, wide
+        table |= {"shape": (config.vocab_rows, wide), "axes": ("vocab", "layer_embed")}
         found |= {
             "layer_embedding": Parameter(**table, tensor="model.embed_tokens_per_layer.weight"),
             "layer_projection": Parameter(
@@ -156,7 +156,7 @@ class EmbeddingAndHead(nnx.Module):
         """Returns the embeddings of `tokens` for each layer, to which a projection of the initial residual stream `x` is added, or None if the decoder has none."""
         if not (dim := self.config.layer_embed_dim):
             return None
-        found = self._looked_up(self.layer_embedding[...], tokens, dim**0.5)
+        found = self._looked_up(self.layer_embedding[...], tokens, dim**0.5, "layer_embed")
         sharding = self.layout.weight_sharding(("features", "embed"))
         made = product("oi,it->ot", self.layer_projection[...], x, self.compute_dtype, sharding)
         made, found = (part.reshape(self.config.layers, dim, -1) for part in (made, found))
@@ -165,12 +165,14 @@ class EmbeddingAndHead(nnx.Module):
         normed = per_layer(made * self.config.embed_dim**-0.5, weight, self.config.norm_eps)
         return (normed + found) * 0.5**0.5
 
-    def _looked_up(self, table: Any, tokens: Int[Array, " tokens"], scale: float) -> Array:
-        """Returns the rows `tokens` of a table, multiplied by `scale`."""
+    def _looked_up(
+        self, table: Any, tokens: Int[Array, " tokens"], scale: float, columns: str = "embed"
+    ) -> Array:
+        """Returns the rows `tokens` of a table, multiplied by `scale`. `columns` is the logical axis of its columns."""
         if isinstance(table, Quantized):
             found = rounded(table.rows(tokens), self.compute_dtype).T
         else:
-            found = self.layout.lookup(table, tokens, self.compute_dtype)
+            found = self.layout.lookup(table, tokens, self.compute_dtype, columns)
         return found if scale == 1.0 else found * rounded(jnp.float32(scale), self.compute_dtype)
 
     def unembedding(self) -> Float[Array, "vocab embed"] | Quantized:

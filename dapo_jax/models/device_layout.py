@@ -66,9 +66,9 @@ class Layout:
         return x.reshape(*shape, -1)
 
     def lookup(
-        self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
-    ) -> Float[Array, "embed part"]:
-        """Looks up the embeddings of `tokens` in `table`, rounded to `dtype` and transposed. The result is the initial residual stream."""
+        self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str, columns: str = "embed"
+    ) -> Float[Array, "embed part"]:  # fmt: skip
+        """Looks up the embeddings of `tokens` in `table`, rounded to `dtype` and transposed. `columns` is the logical axis of the table's columns."""
         return rounded(looked_up(table, tokens), dtype).T
 
     def sequences(self, segment_ids: Int[Array, "batch seq"], prefix_ids: Array | None) -> Any:

@@ -69,8 +69,13 @@ class Gated(Mlp):
     group = "mlp"
     targets = ("gate_proj", "up_proj", "down_proj")
 
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of the matrices, if the layer has others."""
+        return ""
+
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
-        found = gated_parameters(config, self.dim or config.mlp_dim)
+        found = gated_parameters(config, self.dim or config.mlp_dim, self.prefix)
         for name in tuple(found) if config.mlp_bias else ():
             axes = ("features",) if name == "down" else ("mlp",)
             found[f"{name}_bias"] = Parameter(
@@ -84,11 +89,11 @@ class Gated(Mlp):
         x: Float[Array, "embed part"],
         routes: Integer[Array, "tokens chosen"] | None,
     ) -> tuple[Float[Array, "embed tokens"], None]:
-        names = inputs_of(layer.config)
+        names = inputs_of(layer.config, self.prefix)
         products = layer.project(names, layer.layout.inner(x, dtype=layer.compute_dtype))
         if layer.config.mlp_bias:
             products = [part + layer.bias(name) for part, name in zip(products, names, strict=True)]
-        return layer.project(("down",), hidden_of(layer.config)(*products))[0], None
+        return layer.project((f"{self.prefix}down",), hidden_of(layer.config)(*products))[0], None
 
 
 GATED = Gated()

@@ -15,8 +15,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention_mixer import Attention
 from dapo_jax.models.config_json import checked
 from dapo_jax.models.experts import Experts
-from dapo_jax.models.gated import ACTIVATIONS, gated_parameters, hidden_of, inputs_of
-from dapo_jax.models.layer_kinds import Mlp
+from dapo_jax.models.gated import ACTIVATIONS, Gated
 from dapo_jax.models.parameters import Parameter, norm
 from dapo_jax.models.projections import rms_norm
 
@@ -42,20 +41,14 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Gemma4Mlp(Mlp):
+class Gemma4Mlp(Gated):
     """An MLP, experts next to it if there are any, the layer's own embeddings if there are any, and a factor of the residual stream."""
 
-    hidden: int
-    """Number of hidden features of the MLP. `Architecture.mlp_dim` is the number of each expert's."""
     beside: Experts | None = None
-    """The experts next to the MLP."""
-
-    group = "mlp"
-    targets = ("gate_proj", "up_proj", "down_proj")
+    """The experts next to the MLP. `Architecture.mlp_dim` is the number of hidden features of each, and `dim` the number of the MLP."""
 
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
-        embed, own = config.embed_dim, config.layer_embed_dim
-        found = gated_parameters(config, self.hidden, self._prefix)
+        embed, own, found = config.embed_dim, config.layer_embed_dim, super().parameters(config)
         if self.experts:
             names = {"router": "router.proj.weight", "expert_scale": "router.per_expert_scale", "down": "experts.down_proj"}  # fmt: skip
             for name, parameter in self.experts.parameters(config).items():
@@ -66,16 +59,12 @@ class Gemma4Mlp(Mlp):
             norms = {"shared_out": "post_feedforward_layernorm_1", "experts": "pre_feedforward_layernorm_2", "experts_out": "post_feedforward_layernorm_2"}  # fmt: skip
             found |= {f"{name}_norm": norm(config, embed, tensor=f"{theirs}.weight") for name, theirs in norms.items()}  # fmt: skip
         if own:
-            found["layer_gate"] = Parameter(
-                shape=(own, embed),
-                axes=("features", "embed"),
-                fan_in=embed,
-                tensor="per_layer_input_gate.weight",
-            )
-            found["layer_output"] = Parameter(
-                shape=(embed, own), axes=("embed", "features"), fan_in=own * 2 * config.layers, tensor="per_layer_projection.weight"
-            )  # fmt: skip
-            found["layer_out_norm"] = norm(config, embed, tensor="post_per_layer_input_norm.weight")
+            deep = own * 2 * config.layers
+            found |= {
+                "layer_gate": Parameter(shape=(own, embed), axes=("features", "embed"), fan_in=embed, tensor="per_layer_input_gate.weight"),
+                "layer_output": Parameter(shape=(embed, own), axes=("embed", "features"), fan_in=deep, tensor="per_layer_projection.weight"),
+                "layer_out_norm": norm(config, embed, tensor="post_per_layer_input_norm.weight"),
+            }  # fmt: skip
         found["layer_scalar"] = Parameter(
             shape=(1,), axes=("features",), start=1.0, float32=True, is_trained=False, tensor="layer_scalar"
         )
@@ -86,16 +75,8 @@ class Gemma4Mlp(Mlp):
         return self.beside
 
     @property
-    def _prefix(self) -> str:
-        """The beginning of the names of the MLP's matrices."""
+    def prefix(self) -> str:
         return "shared_" if self.experts else ""
-
-    def apply(
-        self, layer: Any, x: Float[Array, "embed part"], routes: Integer[Array, "tokens chosen"] | None
-    ) -> tuple[Float[Array, "embed tokens"], None]:
-        config, inner = layer.config, layer.layout.inner(x, dtype=layer.compute_dtype)
-        hidden = hidden_of(config)(*layer.project(inputs_of(config, self._prefix), inner))
-        return layer.project((f"{self._prefix}down",), hidden)[0], None
 
     def add(
         self,
@@ -124,34 +105,42 @@ class Gemma4Mlp(Mlp):
 
 
 def read(values: Mapping[str, Any], sizes: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Returns fields of `DecoderConfig` from keys that only Gemma 4 has.
+    """Returns fields of `DecoderConfig` from keys that only Gemma 4 has. `sizes` has the fields of all families.
 
     Raises:
         ValueError: a value is not supported. The message names the key.
     """
-    layers, window = sizes["layers"], values["sliding_window"]
-    kinds = _kinds(values, layers, where)
+    layers, (rope, *others), hidden = sizes["layers"], sizes["ropes"], sizes["mlp_dim"]
+    kinds = [NEAR if near else FULL for near in sizes["rope_of_layer"]]
+    if kinds[-1] != FULL:
+        raise ValueError(
+            f"{where}: layer_types ends with {NEAR!r}, but transformers computes the last layer as {FULL!r}; write {FULL!r} there"
+        )
     if (ways := values["use_bidirectional_attention"]) not in (None, False, "vision"):
         raise ValueError(
             f"{where}: use_bidirectional_attention={ways!r} is not supported, because tokens would attend to later tokens; remove the key"
         )
-    own = _count(values, "hidden_size_per_layer_input", where)
+    # These numbers may be 0, which `checked` refuses. Some families do not read the first.
+    own, shared = (
+        values.get(key) and checked(values, key, int, where)
+        for key in ("hidden_size_per_layer_input", "num_kv_shared_layers")
+    )
     if own and (rows := values["vocab_size_per_layer_input"]) != sizes["vocab_size"]:
         raise ValueError(
             f"{where}: vocab_size_per_layer_input={rows!r} must be vocab_size={sizes['vocab_size']}, because each token needs both embeddings"
         )
+    first = max(layers - shared, 0)
+    if lost := set(kinds[first:]) - set(kinds[:first]):
+        raise ValueError(
+            f"{where}: num_kv_shared_layers={shared} leaves no layer {min(lost)!r} with keys and values among the first {first} layers; lower it"
+        )
     kv_heads, head_dim = _full_sizes(values, kinds, sizes, where)
     values_are_keys = checked(values, "attention_k_eq_v", bool, where)
-    near = Attention(is_near=True, value_norm=True)
-    full = Attention(kv_heads, head_dim, value_norm=True, keys_are_values=values_are_keys)
-    of_kind = {NEAR: near, FULL: full}
-    shared = _count(values, "num_kv_shared_layers", where)
-    first = layers - shared
-    if lost := set(kinds[first:]) - set(kinds[: max(first, 0)]):
-        raise ValueError(
-            f"{where}: num_kv_shared_layers={shared} leaves no layer {min(lost)!r} with keys and values among the first {max(first, 0)} layers; lower it"
-        )
-    hidden, experts, fields, (rope, *others) = sizes["mlp_dim"], None, dict[str, Any](), sizes["ropes"]
+    of_kind = {
+        NEAR: Attention(is_near=True, value_norm=True),
+        FULL: Attention(kv_heads, head_dim, value_norm=True, keys_are_values=values_are_keys),
+    }
+    experts, fields = None, dict[str, Any]()
     if values.get("enable_moe_block") and checked(values, "enable_moe_block", bool, where):
         counts = ({key: None, **values} for key in ("num_experts", "top_k_experts", "moe_intermediate_size"))
         count, chosen, fields["mlp_dim"] = (checked(given, next(iter(given)), int, where) for given in counts)
@@ -160,50 +149,29 @@ def read(values: Mapping[str, Any], sizes: Mapping[str, Any], where: object) -> 
     return fields | {
         "mixers": tuple(replace(of_kind[kind], shares=layer >= first) for layer, kind in enumerate(kinds)),
         "mlps": tuple(Gemma4Mlp(hidden if layer < first else wide, experts) for layer in range(layers)),
-        "windows": tuple(window if kind == NEAR else 0 for kind in kinds) if NEAR in kinds else (),
         "ropes": (replace(rope, head_dim=head_dim), *others),
-        "rope_of_layer": tuple(int(kind == NEAR) for kind in kinds),
-        "layer_embed_dim": own,
+        "layer_embed_dim": own or 0,
         "embed_scale": sizes["embed_dim"] ** 0.5,
     }
-
-
-def _kinds(values: Mapping[str, Any], layers: int, where: object) -> Sequence[str]:
-    if (kinds := values["layer_types"]) is None:
-        return [FULL if (layer + 1) % 6 == 0 or layer + 1 == layers else NEAR for layer in range(layers)]
-    if kinds[-1] != FULL:
-        raise ValueError(
-            f"{where}: layer_types ends with {kinds[-1]!r}, but transformers computes the last layer as {FULL!r}; write {FULL!r} there"
-        )
-    return kinds
-
-
-def _count(values: Mapping[str, Any], key: str, where: object) -> int:
-    """Returns a number that may be 0. It is 0 if the family does not read the key."""
-    found = values.get(key, 0)
-    if type(found) is not int or found < 0:
-        raise ValueError(f"{where}: {key} is {found!r}; it must be an int, 0 or above")
-    return found
 
 
 def _full_sizes(
     values: Mapping[str, Any], kinds: Sequence[str], sizes: Mapping[str, Any], where: object
 ) -> tuple[int, int]:
     """Returns the number of key heads and the size of a head in layers without a window."""
-    if (listed := values["per_layer_config"]) is None:
-        of_full = {"head_dim": values["global_head_dim"]}
-        if values["attention_k_eq_v"] and values["num_global_key_value_heads"] is not None:
-            of_full["num_key_value_heads"] = values["num_global_key_value_heads"]
-        listed = {str(layer): of_full for layer, kind in enumerate(kinds) if kind == FULL}
-    found = [listed.get(str(layer), {}) for layer in range(len(kinds))]
-    of_kind = {FULL: found[kinds.index(FULL)], NEAR: {}}
-    for layer, (kind, given) in enumerate(zip(kinds, found, strict=True)):
-        if given != of_kind[kind] or set(given) - {"head_dim", "num_key_value_heads"}:
-            raise ValueError(
-                f"{where}: per_layer_config has {given!r} for layer {layer} ({kind}), which is not supported: only {FULL!r} layers may have "
-                "another head_dim and num_key_value_heads, and all of them the same"
-            )
-    whole = {"head_dim": sizes["head_dim"], "num_key_value_heads": sizes["kv_heads"], **of_kind[FULL]}
+    of_full = {"head_dim": values["global_head_dim"]}
+    if values["attention_k_eq_v"] and values["num_global_key_value_heads"] is not None:
+        of_full["num_key_value_heads"] = values["num_global_key_value_heads"]
+    if (listed := values["per_layer_config"]) is not None:
+        of_full = listed.get(str(kinds.index(FULL)), {})
+        for layer, kind in enumerate(kinds):
+            given = listed.get(str(layer), {})
+            if given != (of_full if kind == FULL else {}) or set(given) - {"head_dim", "num_key_value_heads"}:
+                raise ValueError(
+                    f"{where}: per_layer_config has {given!r} for layer {layer} ({kind}), which is not supported: only {FULL!r} layers may have "
+                    "another head_dim and num_key_value_heads, and all of them the same"
+                )
+    whole = {"head_dim": sizes["head_dim"], "num_key_value_heads": sizes["kv_heads"], **of_full}
     heads = checked(whole, "num_key_value_heads", int, where)
     if sizes["heads"] % heads:
         raise ValueError(
@@ -217,7 +185,7 @@ def write(config: Any) -> dict[str, Any]:
     kinds = [NEAR if mixer.is_near else FULL for mixer in config.mixers]
     full, (rope, near) = config.mixers[kinds.index(FULL)], config.ropes
     of_full = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
-    hidden, experts = config.mlps[0].hidden, config.experts
+    hidden, experts = config.mlps[0].dim, config.experts
     described = {
         "layer_types": kinds,
         "global_head_dim": full.head_dim,
@@ -226,7 +194,7 @@ def write(config: Any) -> dict[str, Any]:
         "attention_k_eq_v": full.keys_are_values,
         "num_kv_shared_layers": sum(mixer.shares for mixer in config.mixers),
         "intermediate_size": hidden,
-        "use_double_wide_mlp": config.mlps[-1].hidden > hidden,
+        "use_double_wide_mlp": config.mlps[-1].dim > hidden,
         "rope_scaling": None,
         "rope_parameters": {
             FULL: {"rope_type": "proportional" if rope.proportional else "default", "rope_theta": rope.theta},

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.hints import nearest
+from dapo_jax.models import gemma4
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention_mixer import ATTENTION, Attention
 from dapo_jax.models.experts import Experts
@@ -302,7 +303,13 @@ _QWEN3_5 = DecoderConfig(
 )  # fmt: skip
 
 # The sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
-# Qwen/Qwen2.5-*, Qwen/Qwen3-*, Qwen/Qwen3.5-*, google/gemma-3-1b-it. Tests check the number of parameters of each preset.
+# Qwen/Qwen2.5-*, Qwen/Qwen3-*, Qwen/Qwen3.5-*, google/gemma-3-1b-it, google/gemma-4-E4B-it. Tests check the number of parameters of each preset.
+_GEMMA4: dict[str, Any] = {
+    "family": "gemma4_text", "vocab_size": 262_144, "embed_dim": 2560, "layers": 42, "heads": 8, "kv_heads": 2, "head_dim": 256, "mlp_dim": 10_240,
+    "max_positions": 131_072, "norm_place": "both", "qk_norm": "head", "query_scale": 1.0, "activation": "gelu_tanh", "logit_cap": 30.0,
+    "ropes": (Rope(theta=1e6, share=0.25, proportional=True), Rope()), "rope_of_layer": (1, 1, 1, 1, 1, 0) * 7, "windows": (512, 512, 512, 512, 512, 0) * 7,
+}  # fmt: skip
+
 PRESETS: dict[str, DecoderConfig] = {
     # About half a million parameters and a character vocabulary. It can be trained to do arithmetic on a laptop CPU.
     "tiny": DecoderConfig(
@@ -360,6 +367,7 @@ PRESETS: dict[str, DecoderConfig] = {
         windows=tuple(0 if layer % 6 == 5 else 512 for layer in range(26)), ropes=(Rope(theta=1e6), Rope()),
         rope_of_layer=tuple(int(layer % 6 != 5) for layer in range(26)),
     ),
+    "gemma-4-e4b": DecoderConfig(**_GEMMA4 | gemma4.read(gemma4.DEFAULTS | {"num_kv_shared_layers": 18}, _GEMMA4, "gemma-4-e4b")),
 }  # fmt: skip
 
 

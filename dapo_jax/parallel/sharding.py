@@ -28,11 +28,18 @@ TRAINER_RULES: Mapping[str, str | None] = {
     "taps": None,
     "rank": None,
     "experts": "fsdp",
+    "layer_embed": "fsdp",
 }
 """The mesh axis for each logical axis of master weights and optimizer moments. None means that the axis is not sharded."""
 
-SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None, "experts": None}
-"""The mesh axis for each logical axis of the sampler's weights. They are not sharded along `embed` and `experts`, so that decoding steps do not have to gather weights."""
+SAMPLER_RULES: Mapping[str, str | None] = {
+    **TRAINER_RULES,
+    "embed": None,
+    "experts": None,
+    "layer_embed": "data",
+}
+"""The mesh axis for each logical axis of the sampler's weights. They are not sharded along `embed` and `experts`, so that decoding steps do not have to gather weights. The
+table of the layers' own embeddings, with the axis `layer_embed`, is split, because it is large, and a step reads only a few of its rows. A sampler has no axis `fsdp`."""
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINER_RULES) -> PyTree:

@@ -24,7 +24,7 @@ from dapo_jax.models.attention import Near, Sinks, row_attention
 from dapo_jax.models.cudnn import packed, packed_attention
 from dapo_jax.models.device_layout import Layout, Matrices, Mixture
 from dapo_jax.models.kernels import splash_attention, splash_kernel
-from dapo_jax.numerics.precision import WeightSharding, gathered
+from dapo_jax.numerics.precision import WeightSharding, gathered, rounded
 from dapo_jax.numerics.quantization import Quantized
 from dapo_jax.numerics.segments import looked_up
 from dapo_jax.parallel.mesh import BATCH_AXES
@@ -119,14 +119,24 @@ class MeshLayout(Layout):
         return _gather(whole, "context", 1, _sent(self.mesh, dtype))
 
     def lookup(
-        self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
-    ) -> Float[Array, "embed part"]:
-        """Looks up the tokens in each device's part of the table along `tensor`, and sums the parts with a reduce-scatter."""
-        rows = self._table(table, dtype)
+        self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str, columns: str = "embed"
+    ) -> Float[Array, "embed part"]:  # fmt: skip
+        """Looks up the tokens in each device's part of the table along `tensor`, and sums the parts with a reduce-scatter.
+
+        The columns `embed` are gathered over `fsdp`. A table with other columns is larger than the embeddings of the tokens: each device looks up its columns for the tokens
+        of all devices, which then exchange them.
+        """
+        sent, exchanged = _sent(self.mesh, dtype), columns != "embed"
+        rows = table if exchanged else self._table(table, dtype)
+        tokens = lax.all_gather(tokens, "fsdp", tiled=True) if exchanged else tokens
         place = tokens - lax.axis_index("tensor") * len(rows)
         here = (place >= 0) & (place < len(rows))
         found = jnp.where(here[:, None], looked_up(rows, jnp.where(here, place, 0)), 0.0)
-        return _scatter(found.T, "tensor", 1, _sent(self.mesh, dtype))
+        if exchanged:
+            found = _rounded(
+                rounded(found, dtype), sent, lambda x: lax.all_to_all(x, "fsdp", 0, 1, tiled=True)
+            )
+        return _scatter(found.T, "tensor", 1, sent)
 
     def sequences(self, segment_ids: Int[Array, "batch part"], prefix_ids: Array | None) -> Any:
         prefix = segment_ids if prefix_ids is None else prefix_ids
@@ -244,6 +254,16 @@ class SamplerLayout(Layout):
     def in_parts(self, axis: str) -> bool:
         over = SAMPLER_RULES[axis]
         return over is not None and self.mesh.shape[over] > 1
+
+    def lookup(
+        self, table: Float[Array, "entries columns"], tokens: Int[Array, " tokens"], dtype: str, columns: str = "embed"
+    ) -> Float[Array, "columns part"]:  # fmt: skip
+        """Of a table whose columns are split, each device gets whole rows for its tokens."""
+        found = super().lookup(table, tokens, dtype)
+        if SAMPLER_RULES[columns] is None:
+            return found
+        parts = PartitionSpec(None, BATCH_AXES if self.by_slot else None)
+        return lax.with_sharding_constraint(found, NamedSharding(self.mesh, parts))
 
     def experts(
         self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],

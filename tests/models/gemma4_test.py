@@ -1,25 +1,31 @@
-"""Gemma 4: sizes of the models, the cache, layers that share keys and values, and adapters."""
+"""Gemma 4: sizes of the models, layers that share keys and values, the table of embeddings, and adapters."""
 
 import functools
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
+from dapo_jax.models import gemma4
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
 from dapo_jax.models.attention_mixer import Attention
 from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.experts import Experts
 from dapo_jax.models.families import understand
 from dapo_jax.models.folder import load_model, read_config
 from dapo_jax.models.lora import lora_shape, parted
-from dapo_jax.models.tensors import place_adapters, unread
-from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.sampling.caches import sizes_for, token_bytes
+from dapo_jax.models.presets import preset
+from dapo_jax.models.tensors import place_adapters, shapes_of, unread
+from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
+from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings
+from dapo_jax.parallel.training_layout import MeshLayout, SamplerLayout
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from tests.models.golden_families_test import FOLDERS, arrays, rows_of, scores
+from tests.models.golden_families_test import FOLDERS, arrays, logits_of, passed, rows_of, scores
 
 NEAR, FULL = "sliding_attention", "full_attention"
 E4B = {
@@ -41,7 +47,6 @@ OTHERS = {
         "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
     },
 }  # fmt: skip
-KIB = 2**10
 
 
 @functools.cache
@@ -54,24 +59,9 @@ def described(name):
 )  # fmt: skip
 def test_the_published_models_have_their_numbers_of_parameters(name, billions, used):
     config = described(name)
+    assert name != "E4B" or config == preset("gemma-4-e4b")
     assert config.parameters == pytest.approx(billions * 1e9, rel=0.003)
     assert config.active_parameters == pytest.approx(used * 1e9, rel=0.02)
-
-
-def test_the_cache_of_e4b_at_8k_tokens_is_a_third_of_a_full_cache():
-    """Of 42 layers, the first 24 have keys and values: 20 with a window (2 heads of 256), 4 without (2 heads of 512). In bfloat16, a token needs
-    20 x 2 x 2 x 256 x 2 = 40 KiB and 4 x 2 x 2 x 512 x 2 = 16 KiB. A response keeps 8192 tokens of the latter, and 10 pages of 64 of the former: the 512 tokens
-    of a window, and room for the 32 tokens of a call, which may begin at the end of a page."""
-    config, mesh = described("E4B"), make_mesh(devices=jax.devices()[:1])
-    each = token_bytes(config, mesh, dtype="bfloat16", kind="pages")
-    assert each == {0: 16 * KIB, 512: 40 * KIB}
-    sizes = sizes_for(
-        "pages", mesh, holders=4, capacity=8192, page_tokens=64, call_tokens=32, token_bytes=each
-    )
-    one = sizes.response_cache_bytes(8192, each)
-    assert one == 8192 * 16 * KIB + 10 * 64 * 40 * KIB
-    assert sizes.bytes(each) == 4 * one
-    assert one < 0.4 * 8192 * 56 * KIB
 
 
 def test_layers_that_share_read_the_last_layer_of_their_kind():
@@ -83,9 +73,17 @@ def test_layers_that_share_read_the_last_layer_of_their_kind():
 
 
 def test_tensors_of_shared_keys_are_skipped_in_their_layers_alone():
-    names = unread(read_config(FOLDERS["gemma4_wrapped"]))
-    theirs = ("k_norm", "k_proj", "v_proj")
-    assert names == {f"model.layers.{layer}.self_attn.{name}.weight" for layer in (3, 4) for name in theirs}
+    is_unread, parts = (
+        unread(read_config(FOLDERS["gemma4_wrapped"])),
+        ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"),
+    )
+    found = {
+        (layer, part)
+        for layer in range(5)
+        for part in parts
+        if is_unread(f"model.layers.{layer}.self_attn.{part}.weight")
+    }
+    assert found == {(layer, part) for layer in (3, 4) for part in ("k_proj", "v_proj", "k_norm")}
 
 
 # Slow: compiles a gradient.
@@ -106,6 +104,93 @@ def test_the_factor_of_the_residual_stream_is_not_trained():
     for stack in config.stacks:
         assert not np.asarray(gradients[stack]["layer_scalar"][...]).any()
         assert not params[stack]["layer_scalar"].get_metadata("trained")
+
+
+def without_norm(x, weight, eps):
+    return x * weight[:, None]
+
+
+def reads_its_input(self, layer, x, routes, read, original=Experts.apply):
+    return original(self, layer, x, routes)
+
+
+# Slow: compiles a model for each part.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "part", "change"),
+    [
+        *(("gemma4_e", "ends", {part: 0.0}) for part in ("layer_embedding", "layer_projection")),
+        ("gemma4_e", "blocks", {"layer_scalar": 1.0}), ("gemma4_e", "blocks", {"layer_out_norm": 0.0}), ("gemma4_moe", "blocks", {"router_scale": 1.0}),
+        ("gemma4_moe", gemma4, {"rms_norm": without_norm}), ("gemma4_moe", Experts, {"apply": reads_its_input}),
+    ],
+)  # fmt: skip
+def test_no_part_of_the_network_can_be_left_out(name, part, change, monkeypatch):
+    """`change` has constants that replace parameters of `part`, or functions of the network."""
+    config, params, logits, _ = passed(name)
+    state = shapes_of(config)
+    whole = nnx.to_pure_dict(params)
+    if isinstance(part, str):
+        filled = {leaf: np.full_like(whole[part][leaf], value) for leaf, value in change.items()}
+        whole = whole | {part: whole[part] | filled}
+    else:
+        for function, other in change.items():
+            monkeypatch.setattr(part, function, other)
+    nnx.replace_by_pure_dict(state, whole)
+    found, ids = logits_of(config, state, rows_of(name)[1]), np.asarray(arrays(rows_of(name)[1])[2]) == 1
+    assert np.abs(found - logits)[ids].max() > 2.0
+
+
+TABLE = jax.ShapeDtypeStruct((48, 80), jnp.float32)
+
+
+def split(axis):
+    """A mesh, and the place of a table whose columns are split over one of its axes."""
+    mesh = make_mesh(**{"fsdp": 1, axis: 4}, tensor=2, devices=jax.devices()[:8])
+    return mesh, NamedSharding(mesh, PartitionSpec("tensor", axis))
+
+
+def assert_never_gathered(program, *given):
+    """The program has no array with half of the rows or of the columns of the table, or more."""
+    text = jax.jit(program).lower(*given).compile().as_text()
+    assert "f32[24,20]" in text
+    for rows, columns in ((48, 80), (24, 80), (48, 20), (48, 40), (24, 40)):
+        assert f"f32[{rows},{columns}]" not in text
+
+
+def test_the_table_with_embeddings_of_the_layers_is_split_over_all_devices():
+    """2.8 of the 7.5 billion numbers of E4B, 5.6 GB in bfloat16: on 8 devices, an eighth is 0.7 GB of the trainer's state and of the sampler's weights."""
+    for axis, rules in {"fsdp": TRAINER_RULES, "data": SAMPLER_RULES}.items():
+        mesh, expected = split(axis)
+        placed = shardings(shapes_of(preset("gemma-4-e4b")), mesh, rules)["ends"]["layer_embedding"]
+        assert placed.get_value() == expected
+
+
+def test_a_split_table_gives_whole_rows_and_gradients_without_being_gathered():
+    """In training, a device looks up the tokens of all devices in its columns."""
+    keys, tokens = jax.random.split(jax.random.key(3)), np.arange(32, dtype=np.int32) * 7 % 48
+    table, weights = jax.random.normal(keys[0], TABLE.shape), jax.random.normal(keys[1], (80, 32))
+    by_token, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec(None, (*BATCH_AXES, "tensor"))
+    (mesh, place), (sampler, own_place) = split("fsdp"), split("data")
+
+    def trained(table, tokens):
+        lookup = partial(MeshLayout(mesh).lookup, dtype="float32", columns="layer_embed")
+        specs = {"in_specs": (place.spec, by_token), "out_specs": everywhere}
+        return jax.shard_map(lookup, mesh=mesh, check_vma=False, **specs)(table, tokens)
+
+    def sampled(table, tokens):
+        return SamplerLayout(sampler, by_slot=True).lookup(table, tokens, "float32", "layer_embed")
+
+    def gradient(table, tokens):
+        return jax.grad(lambda table: (trained(table, tokens) * weights).sum())(table)
+
+    wanted = np.zeros(TABLE.shape, np.float32)
+    np.add.at(wanted, tokens, np.asarray(weights).T)
+    for program, where in {trained: place, sampled: own_place}.items():
+        given = jax.device_put(table, where), jax.device_put(tokens, NamedSharding(where.mesh, by_token))
+        np.testing.assert_array_equal(jax.jit(program)(*given), np.asarray(table)[tokens].T)
+        assert_never_gathered(program, *given)
+        if program is trained:
+            np.testing.assert_allclose(jax.jit(gradient)(*given), wanted, rtol=0, atol=1e-6)
 
 
 def test_adapters_of_layers_that_share_have_the_names_of_peft(tmp_path):

@@ -41,6 +41,7 @@ OTHERS = {
     "models/mamba.py": "the mixer",
     "models/recurrent.py": "what several mixers have in common",
     "models/layer_kinds.py": "the example of a cache's argument",
+    "models/rope.py": "a scaling of rotations",
     "models/device_layout.py": "attention over rows",
     "parallel/training_layout.py": "attention over rows on a mesh",
     "sampling/cache.py": "attention over a cache",

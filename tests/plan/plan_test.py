@@ -70,6 +70,31 @@ def test_a_cached_token_of_deepseek_v3_has_the_size_of_its_latents(tmp_path, cap
     assert re.search(r"one cached token, on all devices of a sampler\W+68\.6 KiB", printed)
 
 
+def test_layers_that_read_the_keys_of_earlier_layers_have_no_cache():
+    """Gemma 4 E4B with 8,192 tokens. Of 42 layers, the first 24 have keys and values: 20 with a window of 512 tokens (2 heads of 256), and 4 without (2 heads of 512). In
+    bfloat16, a token needs 20 x 2 x 2 x 256 x 2 = 40 KiB and 4 x 2 x 2 x 512 x 2 = 16 KiB. A response keeps all tokens in the latter, and as above, 10 pages of 64 in the
+    former: 0.34 of a full cache."""
+    changes = [
+        "sampling.max_response_tokens=7680",
+        "batch.row_tokens=8192",
+        "parallel.fsdp=1",
+        "parallel.sampler_tensor=1",
+    ]
+    made = plan(load_config(CONFIGS / "gsm8k_gemma4_e4b.yaml", changes))
+    assert made.response_bytes == (8192 * 16 + 10 * 64 * 40) * 1024
+    assert made.response_bytes <= 0.4 * 8192 * 56 * 1024
+    assert as_data(made)["cached_token_bytes"] == 56 * 1024
+
+
+def test_the_table_with_embeddings_of_the_layers_is_split_over_the_devices_of_a_sampler():
+    """Gemma 4 E4B on 8 devices: rows of the table over tensor 2, columns over data 4. Three kinds of small matrices are whole, and norms and factors are in float32."""
+    made = plan(load_config(CONFIGS / "gsm8k_gemma4_e4b.yaml"))
+    table, whole = 262_144 * 42 * 256, 2560 * 42 * 3 * 256
+    in_float32 = 42 * (5 * 2560 + 1) + 35 * 256 + 7 * 512 + 20 * 256 + 4 * 512 + 2560 + 256
+    others = made.decoder.parameters - table - whole - in_float32
+    assert made.resident.weights == 2 * (table // 8 + whole + others // 2) + 4 * in_float32
+
+
 def test_muon_has_one_moment_for_a_matrix():
     """4 bytes per element of a layer's matrices, 8 of other parameters. Besides, two step counts and three coefficients of 4 bytes."""
     names = ("adamw", "muon")
