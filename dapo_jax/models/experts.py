@@ -80,27 +80,26 @@ class Experts(Mlp):
 
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
         embed, hidden, count = config.embed_dim, config.mlp_dim, self.count
-        inner = self.latent or embed
-        rows = {"shape": (count, hidden, inner), "axes": ("experts", "mlp", "embed"), "fan_in": inner}
-        columns = {
+        inner, names = self.latent or embed, (*inputs_of(config), "down")
+        rows: dict[str, Any] = {
+            "shape": (count, hidden, inner),
+            "axes": ("experts", "mlp", "embed"),
+            "fan_in": inner,
+        }
+        columns: dict[str, Any] = {
             "shape": (count, inner, hidden),
             "axes": ("experts", "embed", "mlp"),
             "fan_in": hidden * 2 * config.layers,
         }
         router = {"axes": ("features", "features"), "float32": True}
-        found = {
-            "router": Parameter(shape=(count, embed), fan_in=embed, tensor="mlp.gate.weight", **router),
-            **{
-                name: Parameter(**rows, tensor=f"mlp.experts.{{}}.{name}_proj.weight")
-                for name in inputs_of(config)
-            },
-            "down": Parameter(**columns, tensor="mlp.experts.{}.down_proj.weight"),
-        }
+        of_each: dict[str, Any] = {"shape": (count,), "axes": ("features",), "float32": True}
+        found = {"router": Parameter(shape=(count, embed), fan_in=embed, tensor="mlp.gate.weight", **router)}
+        for name in names:
+            matrix = columns if name == "down" else rows
+            found[name] = Parameter(**matrix, tensor=f"mlp.experts.{{}}.{name}_proj.weight")
         if self.biases:
-            found["router_bias"] = Parameter(
-                shape=(count,), axes=("features",), float32=True, tensor="mlp.router.bias"
-            )
-        for name in (*inputs_of(config), "down") if self.biases else ():
+            found["router_bias"] = Parameter(**of_each, tensor="mlp.router.bias")
+        for name in names if self.biases else ():
             blocks, both, axis = (0, "down", "features") if name == "down" else (hidden, "gate_up", "mlp")
             same: dict[str, Any] = {"tensor": f"mlp.experts.{both}_proj", "blocks": blocks}
             found[name] = replace(found[name], **same, is_transposed=True)
@@ -108,15 +107,15 @@ class Experts(Mlp):
             found[f"{name}_biases"] = Parameter(axes=("experts", axis), **same)
         if self.choice_bias:
             found["choice_bias"] = Parameter(
-                shape=(count,), axes=("features",), float32=True, is_trained=False, file_dtype="float32", tensor="mlp.gate.e_score_correction_bias"
-            )  # fmt: skip
+                **of_each, is_trained=False, file_dtype="float32", tensor="mlp.gate.e_score_correction_bias"
+            )
         if self.latent:
             found |= {
                 "latent_in": Parameter(shape=(inner, embed), axes=("features", "embed"), fan_in=embed, tensor="mlp.fc1_latent_proj.weight"),
                 "latent_out": Parameter(shape=(embed, inner), axes=("embed", "features"), fan_in=inner, tensor="mlp.fc2_latent_proj.weight"),
             }  # fmt: skip
         if self.expert_scale:
-            found["expert_scale"] = Parameter(shape=(count,), axes=("features",), start=1.0, float32=True)
+            found["expert_scale"] = Parameter(**of_each, start=1.0)
         if self.shared_dim:
             found |= gated_parameters(config, self.shared_dim, "shared_", "mlp.shared_expert.")
         if self.shared_gate:

@@ -72,12 +72,10 @@ EIGHT_BITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """Maps each 8-bit dtype to the largest number that it can represent. In these dtypes, the cache stores a scale per token and head."""
 
 
-def stored(
-    x: Float[Array, "kv_heads head_dim *tokens"], dtype: str
-) -> tuple[Num[Array, "kv_heads head_dim *tokens"], Any]:
-    """Converts keys or values to the cache's dtype. Also returns their scales [kv_heads, *tokens] if the dtype is 8-bit, else None."""
-    if dtype not in EIGHT_BITS:
-        return x.astype(dtype), None
+def stored(x: Float[Array, "kv_heads head_dim *tokens"] | None, dtype: str) -> tuple[Any, Any]:
+    """Converts keys or values to the cache's dtype. Also returns their scales [kv_heads, *tokens] if the dtype is 8-bit, else None. If `x` is missing, both are None."""
+    if x is None or dtype not in EIGHT_BITS:
+        return None if x is None else x.astype(dtype), None
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(1)
     scale = jnp.where(largest > 0, largest, 1.0) / EIGHT_BITS[dtype]
@@ -99,13 +97,9 @@ def empty(
 
 def of_rows(keys: RowHeads, values: RowHeads | None, rows: int, dtype: str) -> LayerCache:
     """Converts keys and values of prefilled rows, concatenated along the token axis, to the cache layout."""
-    keys, key_scales = stored(keys, dtype)
-    if values is None:
-        return LayerCache(of_row(keys, rows), None, of_row(key_scales, rows))
-    values, value_scales = stored(values, dtype)
-    return LayerCache(
-        of_row(keys, rows), of_row(values, rows).swapaxes(2, 3), of_row(key_scales, rows), of_row(value_scales, rows)
-    )  # fmt: skip
+    (keys, key_scales), (values, value_scales) = stored(keys, dtype), stored(values, dtype)
+    values = None if values is None else of_row(values, rows).swapaxes(2, 3)
+    return LayerCache(of_row(keys, rows), values, of_row(key_scales, rows), of_row(value_scales, rows))
 
 
 def of_row(part: Any, rows: int) -> Any:
@@ -151,8 +145,7 @@ def append_to_pages(
 ) -> LayerCache:
     """Appends one token to each slot, after its `lengths` tokens. `page` is the result of `page_of_new`. Tokens for out-of-range pages are dropped."""
     dtype, offset = cache.keys.dtype.name, lengths % cache.keys.shape[3]
-    key, key_scale = stored(key, dtype)
-    value, value_scale = (None, None) if value is None else stored(value, dtype)
+    (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
 
     def put(into: Any, new: Any, *before: slice) -> Any:
         if into is None:

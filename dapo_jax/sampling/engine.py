@@ -524,7 +524,8 @@ class DecoderEngine:
         def extend(
             index: int, layer: Any, query: Array, *heads: Array | None, **data: int
         ) -> tuple[Array, Any]:
-            # A layer that reads the cache of an earlier layer writes that layer's new keys and values again, which changes nothing.
+            # Kernels attend to the new token before it is in the cache. So a layer that reads the cache of an earlier layer gets that layer's new keys and
+            # values. It writes them again, which changes nothing.
             news[index] = heads or news[index]
             return self._cache.extend(layer, steps[tables_of[index]], query, *news[index], **data)
 

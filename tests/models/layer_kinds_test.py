@@ -18,7 +18,7 @@ from dapo_jax.testing import tiny_decoder_config, tiny_params
 from tests.prose import ROOT
 
 NAMES = re.compile(
-    r"gated.?delta|deltanet|mamba|delta_(?:blocks|layers)|linear_attention|latent.?attention|latent_blocks|\bwindow(?:s|ed)?\b|\bsliding", re.IGNORECASE
+    r"gated.?delta|deltanet|mamba|delta_(?:blocks|layers)|linear_attention|latent.?attention|latent_blocks|gemma.?4|nemotron|mxfp4|\bwindow(?:s|ed)?\b|\bsliding", re.IGNORECASE
 )  # fmt: skip
 TABLES = {
     "models/delta_families.py",
@@ -38,7 +38,11 @@ OTHERS = {
     "models/gguf.py": "keys of GGUF files",
     "models/latent_attention.py": "the mixer",
     "models/kernels.py": "attention over rows",
+    "models/experts.py": "the MLP",
     "models/mamba.py": "the mixer",
+    "models/mxfp4.py": "weights in files",
+    "models/rope.py": "the kinds of rotations",
+    "models/safetensors_files.py": "weights in files",
     "models/recurrent.py": "what several mixers have in common",
     "models/layer_kinds.py": "the example of a cache's argument",
     "models/rope.py": "a scaling of rotations",
@@ -59,7 +63,9 @@ OTHERS = {
     "text/stop_strings.py": "a window of characters",
 }
 """Other files that may have such a word, and its meaning there."""
-CLASSES = re.compile(r"\b(?:Attention|ATTENTION|LatentAttention|GatedDelta|Gated|GATED|Mamba|Experts)\b")
+CLASSES = re.compile(
+    r"\b(?:Attention|ATTENTION|LatentAttention|GatedDelta|Gated|GATED|Gemma4Mlp|Mamba|Experts)\b"
+)
 
 
 def sources():
@@ -79,7 +85,9 @@ def test_only_its_own_file_and_the_tables_name_a_kind_of_layer():
     assert OTHERS.keys() <= found, "remove the files that no longer have such a word"
 
 
-@pytest.mark.parametrize("word", ["gated_delta", "window"])
+@pytest.mark.parametrize(
+    "word", ["gated_delta", "mamba_blocks", "latent_attention", "Gemma4Mlp", "Nemotron", "mxfp4", "window"]
+)
 def test_a_name_in_the_engine_would_be_found(word):
     texts = sources()
     engine = "sampling/engine.py"
