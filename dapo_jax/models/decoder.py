@@ -269,14 +269,9 @@ class Decoder(nnx.Module):
         if not counts:
             return hidden
         order = np.argsort([layer for stack in counts for layer in config.layers_of(stack)])
-        flipped = jnp.stack(
-            [of_stack["flipped"].sum(0, dtype=jnp.int32) for of_stack in counts.values()]
-        ).sum(0)
-        load = jnp.concatenate([of_stack["load"] for of_stack in counts.values()])
-        return hidden, {
-            "flipped": flipped.reshape(tokens.shape),
-            "load": load if len(counts) == 1 else load[order],
-        }
+        of_layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *counts.values())
+        flipped = of_layers["flipped"].sum(0, dtype=jnp.int32)
+        return hidden, {"flipped": flipped.reshape(tokens.shape), "load": of_layers["load"][order]}
 
     def _scanned(
         self, stack: str, rows: TrainingRows, tables: tuple[Any, ...], routes: Array | None, inputs: Array | None, handed: Mapping[Any, Any]

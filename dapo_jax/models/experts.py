@@ -49,10 +49,10 @@ class Experts(Mlp):
     """Whether a bias is added to the scores to choose experts, but not to their factors (DeepSeek-V3, https://arxiv.org/abs/2412.19437). It has no gradient."""
     scale: float = 1.0
     """Factor of the outputs of the chosen experts, which is applied after `normalize`."""
-    groups: int = 1
-    """Number of groups of consecutive experts. A token chooses experts from some of the groups."""
     expert_scale: bool = False
     """Whether the factor of each expert is multiplied by a trained number, after `normalize` (Gemma 4)."""
+    groups: int = 1
+    """Number of groups of consecutive experts. A token chooses experts from some of the groups."""
     chosen_groups: int = 1
     """Number of groups from which a token chooses. The score of a group is the sum of its two largest scores."""
     latent: int = 0

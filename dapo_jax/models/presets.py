@@ -46,7 +46,8 @@ class DecoderConfig(Architecture):
             object.__setattr__(self, name, tuple(islice(cycle(given), self.layers)))
         if (alone := LayerKind(None, None)) in self.kinds:
             raise ValueError(f"layer {self.kinds.index(alone)} has neither a mixer nor an MLP")
-        if len({(mlp.count, mlp.chosen) for mlp in self._all_experts if mlp}) > 1:
+        experts = [mlp.experts for mlp in self.mlps if mlp and mlp.experts]
+        if len({(each.count, each.chosen) for each in experts}) > 1:
             raise ValueError(
                 "all layers with experts must have the same number of experts and choose the same number for a token"
             )
@@ -134,17 +135,12 @@ class DecoderConfig(Architecture):
     @cached_property
     def experts(self) -> Experts | None:
         """The experts of a layer that has experts, or None if no layer has experts."""
-        return next(filter(None, self._all_experts), None)
-
-    @cached_property
-    def _all_experts(self) -> tuple[Experts | None, ...]:
-        """The experts of each layer."""
-        return tuple(mlp.experts if mlp else None for mlp in self.mlps)
+        return next((mlp.experts for mlp in self.mlps if mlp and mlp.experts), None)
 
     @cached_property
     def routed(self) -> tuple[int, ...]:
         """The layers with experts."""
-        return tuple(layer for layer, experts in enumerate(self._all_experts) if experts)
+        return tuple(layer for layer, mlp in enumerate(self.mlps) if mlp and mlp.experts)
 
     @property
     def routes(self) -> tuple[tuple[int, int], str] | None:
