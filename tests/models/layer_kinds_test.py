@@ -41,7 +41,6 @@ OTHERS = {
     "models/experts.py": "the MLP",
     "models/mamba.py": "the mixer",
     "models/mxfp4.py": "weights in files",
-    "models/rope.py": "the kinds of rotations",
     "models/safetensors_files.py": "weights in files",
     "models/recurrent.py": "what several mixers have in common",
     "models/layer_kinds.py": "the example of a cache's argument",
