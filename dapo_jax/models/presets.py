@@ -299,7 +299,7 @@ _QWEN3_5 = DecoderConfig(
 )  # fmt: skip
 
 # The sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
-# Qwen/Qwen2.5-*, Qwen/Qwen3-*, Qwen/Qwen3.5-*, google/gemma-3-1b-it, google/gemma-4-E4B-it. Tests check the number of parameters of each preset.
+# Qwen/Qwen2.5-*, Qwen/Qwen3-*, Qwen/Qwen3.5-*, openai/gpt-oss-20b, google/gemma-3-1b-it, google/gemma-4-E4B-it. Tests check the number of parameters of each preset.
 _GEMMA4: dict[str, Any] = {
     "family": "gemma4_text", "vocab_size": 262_144, "embed_dim": 2560, "layers": 42, "heads": 8, "kv_heads": 2, "head_dim": 256, "mlp_dim": 10_240,
     "max_positions": 131_072, "norm_place": "both", "qk_norm": "head", "query_scale": 1.0, "activation": "gelu_tanh", "logit_cap": 30.0,
@@ -356,6 +356,12 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen3.5-35b-a3b": _sized(
         _QWEN3_5, 2048, 40, 16, 512, family="qwen3_5_moe_text", tied_embeddings=False, mixers=(*[GatedDelta(16, 32, 128, 128)] * 3, ATTENTION),
         mlps=(Experts(256, 8, normalize=True, shared_dim=512, shared_gate=True),),
+    ),
+    "gpt-oss-20b": DecoderConfig(
+        family="gpt_oss", vocab_size=201_088, embed_dim=2880, layers=24, heads=64, kv_heads=8, head_dim=64, mlp_dim=2880, norm_eps=1e-5, max_positions=131_072,
+        tied_embeddings=False, qkv_bias=True, output_bias=True, sinks=True, windows=(128, 0) * 12, gate_limit=7.0, gate_alpha=1.702,
+        ropes=(Rope(theta=1.5e5, scaling=RopeScaling(kind="yarn", factor=32.0, original_max_positions=4096, truncate=False)),),
+        mlps=(Experts(32, 4, normalize=True, biases=True),),
     ),
     "gemma-3-1b": DecoderConfig(
         family="gemma3_text", vocab_size=262_144, embed_dim=1152, layers=26, heads=4, kv_heads=1, head_dim=256, mlp_dim=6912, max_positions=32_768,

@@ -8,7 +8,7 @@ from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
 from dapo_jax.run.sources import folder_of, source_of
 
 _PUBLISHERS = {
-    "smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen", "gemma": "google/gemma"
+    "smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen", "gemma": "google/gemma", "gpt-oss": "openai/gpt-oss"
 }  # fmt: skip
 _REPOSITORIES = {
     f"{repository}{known.removeprefix(family)}{kind}".lower(): known

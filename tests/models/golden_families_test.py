@@ -226,7 +226,10 @@ def sampled(name, cache, width):
 
 
 # Rows of 48 tokens prefill each prompt at once; rows of 16 prefill it in parts.
-QUICK = {"slots": ("mistral", "gemma3", "qwen3_5_moe", "olmoe", "deepseek_v3"), "pages": ("gemma3",)}
+QUICK = {
+    "slots": ("mistral", "gemma3", "qwen3_5_moe", "olmoe", "deepseek_v3"),
+    "pages": ("gemma3", "gpt_oss"),
+}
 
 
 @pytest.mark.parametrize(
@@ -605,11 +608,15 @@ LEFT_OUT = {
     "hunyuan_dense": [{"qk_norm_after_rope": False}],
     "qwen3_moe": [of_experts(normalize=False), of_experts(chosen=1), {"qk_norm": "none"}],
     "qwen3_5": [{"norm_offset": 0.0}, lambda config: plain(config, share=1.0)],
-    "qwen3_5_moe": [of_experts(shared_dim=0, shared_gate=False), of_experts(shared_gate=False), of_experts(normalize=False)],
-    "qwen3_next": [of_experts(normalize=False)],
+    "qwen3_5_moe": [
+        of_experts(shared_dim=0, shared_gate=False), of_experts(shared_gate=False), of_experts(normalize=False), {"norm_offset": 0.0}, {"norm_eps": 1e-6},
+        {"qk_norm": "none"}, {"ropes": (None,)}, {"activation": "gelu_tanh"}, lambda config: plain(config, share=1.0),
+    ],
+    "qwen3_next": [of_experts(normalize=False), of_experts(shared_gate=False), {"norm_offset": 0.0}, lambda config: plain(config, share=1.0)],
     "gpt_oss": [
         {"sinks": False}, {"windows": ()}, {"qkv_bias": False}, {"output_bias": False}, of_experts(biases=False), {"gate_limit": 100.0},
-        {"gate_alpha": 1.0}, lambda config: scaled(config, truncate=True), lambda config: scaled(config, attention_factor=1.0),
+        {"gate_alpha": 1.0}, lambda config: scaled(config, truncate=True), lambda config: scaled(config, attention_factor=1.0), of_experts(normalize=False),
+        {"ropes": (None,)}, {"norm_eps": 1e-6}, {"norm_offset": 1.0}, lambda config: {"windows": tuple(window and window + 1 for window in config.windows)},
     ],
     "olmoe": [of_experts(normalize=True), of_experts(chosen=2), {"qk_norm": "none"}, {"clip_qkv": None}],
     "deepseek_v3": [
@@ -680,12 +687,65 @@ def keys_before_values(leaves):
     return {"key_value": jnp.concatenate(both, axis=2)}
 
 
+def alternating(one, other):
+    """Exchanges two orders of rows [layers, experts, rows, ...]: `one` and `other` alternate in the file, and are read as if one followed the other."""
+
+    def change(leaves):
+        pairs = np.stack([leaves[one], leaves[other]], axis=3)
+        halves = np.split(pairs.reshape(*pairs.shape[:2], -1, *pairs.shape[4:]), 2, axis=2)
+        return dict(zip((one, other), halves, strict=True))
+
+    return change
+
+
+def gates_after_queries(leaves):
+    """The second half of each head's rows are its gate. Here, all queries are read before all gates."""
+    query = leaves["query"]
+    layers, heads, rows, width = query.shape
+    halves = query.reshape(layers, 2, heads, rows // 2, width)
+    return {"query": np.concatenate([halves[:, 0], halves[:, 1]], axis=2)}
+
+
+def other_key_heads(leaves):
+    """Value head h takes key head h mod the number of key heads. This is another order of value heads."""
+    values, keys = leaves["value"].shape[1], leaves["key"].shape[1]
+    order = np.argsort(np.arange(values) % keys, kind="stable")
+    found = {
+        name: leaves[name][:, order]
+        for name in ("value", "value_gate", "write", "forget", "decay", "step_bias", "value_conv")
+    }
+    return found | {"output": leaves["output"][:, :, order]}
+
+
+def flat(leaves):
+    """The rows of each key head in the file, one after the other, are read as all queries, all keys, all values and all gates."""
+    names, heads = ("query", "key", "value", "value_gate"), leaves["key"].shape[1]
+    layers, _, _, width = leaves["key"].shape
+    whole = np.concatenate(
+        [np.reshape(leaves[name], (layers, heads, -1, width)) for name in names], axis=2
+    ).reshape(layers, -1, width)
+    ends = np.cumsum([np.prod(leaves[name].shape[1:3]) for name in names])[:-1]
+    return {
+        name: part.reshape(leaves[name].shape)
+        for name, part in zip(names, np.split(whole, ends, axis=1), strict=True)
+    }
+
+
 MAMBA = *map(without, ("skip", "step_bias", "value_conv_bias", "key_conv_bias", "decay")), swapped("key", "query"), swapped("value_gate", "value")  # fmt: skip
+DELTA = without("step_bias"), other_key_heads, swapped("query", "key"), swapped("gate", "up")
 CHANGED = {
-    "nemotron_h_latent": ("mamba_blocks", MAMBA), "granite_hybrid": ("mamba_blocks", (*MAMBA, swapped("gate", "up"))),
-    "deepseek_v3": ("latent_blocks", (keys_before_values, turned("query", 12), swapped("gate", "up"))),
+    "nemotron_h_latent": {"mamba_blocks": MAMBA}, "granite_hybrid": {"mamba_blocks": (*MAMBA, swapped("gate", "up"))},
+    "deepseek_v3": {"latent_blocks": (keys_before_values, turned("query", 12), swapped("gate", "up"))},
+    "qwen3_5_moe": {"delta_blocks": DELTA, "blocks": (gates_after_queries, swapped("gate", "up"))},
+    "qwen3_next": {"delta_blocks": (*DELTA, flat), "blocks": (gates_after_queries,)},
+    "gpt_oss": {
+        "blocks": (
+            without("router_bias"), alternating("gate", "up"), swapped("gate", "up"), lambda leaves: {"up_biases": leaves["up_biases"] - 1.0},
+            *(without(f"{name}_bias") for name in ("query", "key", "value", "output")), *(without(f"{name}_biases") for name in ("gate", "up", "down")),
+        )
+    },
 }  # fmt: skip
-"""The stacks of layers by the beginning of their names, and the changes of their parameters."""
+"""The changes of parameters, by the beginning of the names of the stacks of layers."""
 
 
 # Slow: compiles a model. The test of logits has all parameters.
@@ -695,8 +755,7 @@ def test_no_parameter_can_be_left_out_or_exchanged(name):
     config, params, logits, _ = passed(name)
     run, row = jax.jit(partial(scores, graph_of(config))), arrays(rows_of(name)[1])
     ids = np.asarray(row[2]) == 1
-    begin, changes = CHANGED[name]
-    for change in changes:
+    for begin, change in ((begin, change) for begin, changes in CHANGED[name].items() for change in changes):
         whole, other = nnx.to_pure_dict(params), shapes_of(config)
         whole |= {stack: leaves | change(leaves) for stack, leaves in whole.items() if stack.startswith(begin)}  # fmt: skip
         nnx.replace_by_pure_dict(other, whole)

@@ -36,6 +36,9 @@ from dapo_jax.testing import tiny_decoder_config
         # By hand: 30 x (2048 x (8192 + 2 x 4096 + 64) + 4 x 8192 + 64 + 128) for Gated DeltaNet, 10 x (2048 x (8192 + 2 x 512 + 4096) + 512) for attention,
         # 40 x (2048 x (3 x 257 x 512 + 256 + 1 + 2)) for experts, the shared expert, routers, its gate and two norms, and 2048 x (2 x 248,320 + 1).
         ("qwen3.5-35b-a3b", 34_660_610_688),
+        # By hand: 24 x (4096 x (2 x 2880 + 1) + 2 x 512 x 2881 + 2880 + 64) for attention with biases and sinks, 24 x 32 x (2880 + 1 + 2880 x 3 x 2880 + 3 x 2880) for
+        # routers and experts with biases, and 2880 x (24 x 2 + 1 + 2 x 201,088) for norms and embeddings.
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(name, parameters):

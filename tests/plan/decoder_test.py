@@ -20,6 +20,7 @@ from dapo_jax.plan.decoder import decoder_of
         ("hf:Qwen/Qwen3-30B-A3B-Base", "qwen3-30b-a3b"),
         ("hf:Qwen/Qwen3.5-0.8B", "qwen3.5-0.8b"),
         ("hf:Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b"),
+        ("hf:openai/gpt-oss-20b", "gpt-oss-20b"),
         ("preset:qwen2.5-32b", "qwen2.5-32b"),
     ],
 )
