@@ -26,7 +26,7 @@ DECODERS = {
     },
     "qwen3_5_moe_text": {
         "num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_experts": 8, "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "shared_expert_intermediate_size": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     },
 }  # fmt: skip
 
