@@ -112,7 +112,7 @@ class LatentAttention(Mixer):
         return rms_norm(x, with_offset(layer.config, getattr(layer, name)[...]), self.norm_eps)
 
     def _rotated(self, x: Float[Array, "heads rotated_dim tokens"], rope: RopeTables) -> Array:
-        """Rotates pairs of the dimensions 2i and 2i + 1. The order of the results differs, but for queries and keys alike."""
+        """Rotates pairs of the dimensions 2i and 2i + 1. The results have another order, which is the same for queries and keys."""
         return rotary(jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1), rope)
 
     def over_rows(self, config: Architecture, rows: TrainingRows) -> Attend:

@@ -258,7 +258,7 @@ class SamplerLayout(Layout):
     def lookup(
         self, table: Float[Array, "entries columns"], tokens: Int[Array, " tokens"], dtype: str, columns: str = "embed"
     ) -> Float[Array, "columns part"]:  # fmt: skip
-        """Of a table whose columns are split, each device gets whole rows for its tokens."""
+        """Each device gets whole rows for its tokens, also of a table whose columns are split."""
         found = super().lookup(table, tokens, dtype)
         if SAMPLER_RULES[columns] is None:
             return found

@@ -73,7 +73,7 @@ EIGHT_BITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 def stored(x: Float[Array, "kv_heads head_dim *tokens"] | None, dtype: str) -> tuple[Any, Any]:
-    """Converts keys or values to the cache's dtype. Also returns their scales [kv_heads, *tokens] if the dtype is 8-bit, else None. If `x` is missing, both are None."""
+    """Converts keys or values to the cache's dtype. Also returns their scales [kv_heads, *tokens] if the dtype is 8-bit, else None. If `x` is missing, returns None twice."""
     if x is None or dtype not in EIGHT_BITS:
         return None if x is None else x.astype(dtype), None
     x = x.astype(jnp.float32)
