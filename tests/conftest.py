@@ -21,12 +21,12 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Nor do programs say which lines of Python they come from, which takes a tenth off the time of lowering them.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
-# A program that one worker, or one process that a test starts, has compiled is read by all others.
-# The process that starts the workers makes the folder, and removes it at the end.
+# A program that one worker, or one process that a test starts, has compiled is read by all others, unless it compiles so fast that
+# files cost more. The process that starts the workers makes the folder, and removes it at the end.
 _OWN_CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _OWN_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dapo_jax_tests_xla_")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # Prepared datasets, too. Their names contain digests of the files.
