@@ -84,7 +84,7 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     * `truncation`: the share of truncated responses exceeds `MAX_TRUNCATED_FRAC`, and exceeds its first value by 0.25.
     * `flat_groups`: over the last `WINDOW // 2` steps, less than `MIN_MIXED_FRAC` of the groups had both correct and wrong responses
       (or different scores, if `metric` is `score`).
-    * `reward_stuck`: after `WINDOW` steps at the full learning rate, the mean reward of the last `WINDOW // 2` steps exceeds the mean of
+    * `reward_stuck`: after `WINDOW` steps in which the learning rate did not rise or fall below a half, the mean reward of the last `WINDOW // 2` steps exceeds the mean of
       the first `WINDOW // 2` steps by at most two standard errors of the difference, and accuracy is below 0.9.
 
     The first three conditions compare means over the last and the first three steps. If `metric` is `score`, accuracy is
@@ -151,7 +151,9 @@ def _flat_groups(seen: Seen, metric: str) -> str:
 def _reward_stuck(seen: Seen) -> str:
     rates = seen["update/learning_rate"][-WINDOW:]
     rewards, half = seen["reward/mean"], WINDOW // 2
-    if len(rates) < WINDOW or max(rates) != min(rates) or len(rewards) < WINDOW:  # still warming up
+    if min(len(rates), len(rewards)) < WINDOW or rates != sorted(rates, reverse=True):  # still warming up
+        return ""
+    if min(rates) < max(rates) / 2:
         return ""
     first, now = _mean(rewards[:half]), _mean(rewards[-half:])
     spread, prompts = seen["reward/std"], seen["rollout/prompts"]

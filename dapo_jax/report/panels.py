@@ -135,7 +135,7 @@ PANELS = (
     _panel("Policy", "Ratio new / old", "", {"policy/ratio_max": "largest", "policy/ratio": "mean"}, help="Probability of a token after the updates divided by its probability before; the mean should stay near 1."),
     _panel("Updates", "Loss", "", {"update/loss": "loss"}, help="The objective that the optimizer minimizes; it need not fall while the policy improves."),
     _panel("Updates", "Gradient norm", "before clipping", {"update/grad_norm": "gradient norm"}, help="Length of the gradient before clipping; spikes point to a few extreme tokens."),
-    _panel("Updates", "Learning rate", "", {"update/learning_rate": "learning rate"}, **_EXACT, help="The optimizer's step size with its warm-up."),
+    _panel("Updates", "Learning rate", "", {"update/learning_rate": "learning rate"}, **_EXACT, help="The optimizer's step size, with warm-up and decay."),
     _panel("Updates", "Skipped updates", "share", {
         "update/skipped_frac": "not finite, so skipped",
     }, **_QUIET, **_EXACT, help="Share of updates that were left out because a value was not finite."),

@@ -122,6 +122,13 @@ def test_a_reward_is_stuck_after_a_window_at_the_full_rate_without_a_rise_above_
     assert raised(healthy(reward__mean=0.95, rollout__accuracy=0.97)) == []
 
 
+def test_a_reward_is_stuck_while_the_rate_decays_unless_it_falls_below_a_half():
+    """Over the ten steps of a window, the rate falls to 0.95^9 = 0.63 or to 0.9^9 = 0.39."""
+    slow, fast = ([1e-4 * factor**step for step in range(20)] for factor in (0.95, 0.9))
+    assert raised(healthy(reward__mean=0.3, update__learning_rate=slow)) == [("reward_stuck", 10)]
+    assert raised(healthy(reward__mean=0.3, update__learning_rate=fast)) == []
+
+
 def test_of_several_only_the_cause_is_raised():
     """A policy without entropy has flat groups and a constant reward."""
     steps = healthy(
