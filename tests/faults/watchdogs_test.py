@@ -5,6 +5,8 @@ import pytest
 
 from dapo_jax.dapo.metrics import Mean
 from dapo_jax.health.watchdogs import NAMES
+from dapo_jax.sampling import engine
+from dapo_jax.sampling.decoding import response_keys
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +35,8 @@ def asked_for(sample):
 
 
 CAUSES = {
+    # Responses i and i + 4 have the same key, as in two engines with equal seeds.
+    "copies": {"index": lambda indices: indices % 4, "batch__prompts_per_step": 16},
     "length_collapse": {"reward": brief},
     # At so few tokens most responses are cut off from the beginning.
     "entropy_collapse": {
@@ -48,10 +52,16 @@ CAUSES = {
 
 
 @pytest.fixture
-def run(micro, run_micro, shown):
+def run(micro, run_micro, shown, monkeypatch):
     """Runs twenty steps of 8 prompts x 8 responses of up to 30 tokens, and returns the metrics and the output."""
 
     def go(**how):
+        if index := how.pop("index", None):
+            monkeypatch.setattr(
+                engine,
+                "response_keys",
+                lambda key, ordinals, indices, turns: response_keys(key, ordinals, index(indices), turns),
+            )
         changes = {name: how.pop(name) for name in list(how) if "__" in name}
         config = micro(**{
             "steps": 20, "dynamic_sampling__enabled": False, "batch__prompts_per_step": 8, "batch__group_size": 8,

@@ -129,6 +129,17 @@ def test_a_reward_is_stuck_while_the_rate_decays_unless_it_falls_below_a_half():
     assert raised(healthy(reward__mean=0.3, update__learning_rate=fast)) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "limit"), [("copies_z", 4.0), ("copies_frac", 0.01), ("verdict_lag_z", 5.0)]
+)
+def test_copies_are_seen_in_enough_groups(name, limit):
+    """The mean of three steps is above the limit from the second step with 1.6 times the limit on: (0 + 1.6 + 1.6) / 3 = 1.07."""
+    values = {f"rollout__{name}": [0.0] * 5 + [1.6 * limit] * 15}
+    assert raised(healthy(**values)) == [("copies", 7)]
+    assert raised(healthy(**values, rollout__prompts=15)) == []
+    assert raised(healthy(**{f"rollout__{name}": 0.9 * limit})) == []
+
+
 def test_of_several_only_the_cause_is_raised():
     """A policy without entropy has flat groups and a constant reward."""
     steps = healthy(
