@@ -60,10 +60,10 @@ class ContextSpan(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What tells whether two responses are the same draw, and how probable it is."""
+    """The tokens of a response in brief, to count equal responses and to compute how many are expected."""
 
     digest: int
-    """The first 63 bits of the SHA-256 of the token ids."""
+    """The first 48 bits of the SHA-256 of the token ids."""
     logprob: float
     """Sum of the log-probabilities of the sampled tokens in nats, in float64."""
 
@@ -147,7 +147,7 @@ class Response:
             return self.known_draw
         digest = hashlib.sha256(np.ascontiguousarray(self.tokens, "<i4").tobytes()).digest()
         logprob = float(self.logprobs[self.sampled].sum(dtype=np.float64))
-        return Draw(int.from_bytes(digest[:8], "little") >> 1, logprob)
+        return Draw(int.from_bytes(digest[:6], "little"), logprob)
 
     def parts(self, prompt: Int[np.ndarray, " prompt"]) -> list[ResponsePart]:
         """Splits the response into one part per context, and returns the parts that contain sampled tokens. Each part becomes a training example."""

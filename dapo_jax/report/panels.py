@@ -98,11 +98,9 @@ PANELS = (
         "reward/lost": "no verdict", "reward/nonfinite": "score not finite",
     }, **_QUIET, help="Responses whose grader or environment failed; they count as wrong."),
     _BY_VERDICT,
-    _panel("Dynamic sampling", "Mixed groups, against independence", "share", {
-        "rollout/mixed_frac": "measured", "rollout/mixed_expected_frac": "of independent responses",
-    }, **_QUIET, help="Share of groups with both verdicts, and the share that independent responses of the same accuracies would have."),
     _panel("Dynamic sampling", "Distinct responses", "share", {
-        "rollout/distinct_frac": "measured", "rollout/distinct_expected_frac": "of independent responses", "rollout/copies_frac": "copies",
+        "rollout/distinct_frac": "distinct", "rollout/distinct_expected_frac": "distinct, if independent", "rollout/copies_frac": "copies",
+        "rollout/mixed_expected_frac": "mixed groups, if independent",
     }, **_QUIET, help="Share of responses that differ from all earlier ones of their group; far below the expectation, responses are copies."),
     _panel("Dynamic sampling", "Dependence of responses", "standard errors", {
         "rollout/copies_z": "equal responses", "rollout/verdict_lag_z": "agreement of verdicts",

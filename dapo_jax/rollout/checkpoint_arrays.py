@@ -1,7 +1,7 @@
 """Converts groups and responses in flight to plain arrays and back, for checkpoints and for other processes.
 
 Ragged lists become arrays: one for each value of the tokens of all responses, and JSON for everything else. Prompts are not
-stored, because their ordinals are enough to load them. A brief group contains the data for metrics and scores, but no tokens and no text. It occupies at most about 150
+stored, because their ordinals are enough to load them. A brief group contains the data for metrics and scores, but no tokens and no text. It occupies at most about 110
 bytes per response.
 """
 

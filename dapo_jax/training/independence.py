@@ -1,4 +1,4 @@
-"""Metrics that show whether the responses of a group are independent draws of the policy, computed on the host without jax.
+"""Metrics that show whether the responses of a group are independent samples of the policy, computed on the host without jax.
 
 Faults such as equal seeds in two engines copy responses within groups. Accuracy and loss hardly change, but groups lose their signal.
 """
@@ -22,7 +22,7 @@ _REFINEMENTS, _GRID = 6, 9
 def independence_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Computes how many responses of the groups are equal, and how many groups have both verdicts, each with its expectation for independent responses.
 
-    With Q_i = exp(sum of the log-probabilities of response i), two draws are equal with probability E[Q], and G draws have E[(1 - (1 - Q)^G) / Q] distinct ones.
+    With Q_i = exp(sum of the log-probabilities of response i), two responses are equal with probability E[Q], and G responses have E[(1 - (1 - Q)^G) / Q] distinct ones.
     Responses are equal if all of their tokens are the same. Groups must have the same size. Metrics whose statistics need more groups or responses are omitted.
 
     Returns:
@@ -32,7 +32,7 @@ def independence_metrics(groups: Sequence[Group]) -> dict[str, float]:
         `rollout/mixed_expected_frac`: share of groups with both verdicts, for independent responses. The accuracies of prompts follow the beta distribution that
             fits the verdicts best, where each copy counts once.
         `rollout/verdict_lag_z`: the largest difference, over distances d, between the agreement of the verdicts of responses i and i + d and the agreement of all pairs,
-            in standard errors. The index of a response says nothing about the verdict of another, if they are independent.
+            in standard errors. It is small if responses are independent.
     """
     size = min(len(group.rollouts) for group in groups)
     if size < 2:
