@@ -9,7 +9,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-NAMES = ("copies", "length_collapse", "entropy_collapse", "truncation", "flat_groups", "reward_stuck")
+NAMES = (
+    "sampler_scale",
+    "copies",
+    "length_collapse",
+    "entropy_collapse",
+    "truncation",
+    "flat_groups",
+    "reward_stuck",
+)
 """Names of the warnings, ordered from causes to consequences."""
 
 START, RECENT = 3, 3
@@ -22,6 +30,9 @@ MIN_ENTROPY = 0.05
 MIN_LENGTH_FRAC = 0.333
 MAX_TRUNCATED_FRAC = 0.5
 MIN_MIXED_FRAC = 0.02
+
+MAX_SIGN_BALANCE = 3.0
+"""Largest healthy sign balance of sampler and trainer; the smallest is its inverse. Healthy runs with rounding or an 8-bit sampler have 0.6 to 1.3."""
 
 MAX_COPIES_Z, MAX_COPIES_FRAC, MAX_LAG_Z = 4.0, 0.01, 5.0
 """Independent responses exceed the first in one of 30,000 steps, and the last in one of 100,000. At most 0.5% of them repeat an improbable response."""
@@ -46,6 +57,7 @@ SEEN = (
     "rollout/scores_differ_frac",
     "rollout/truncated_frac",
     "rollout/verdict_lag_z",
+    "sync/sign_balance",
     "teacher/reverse_kl",
     "update/learning_rate",
 )
@@ -88,6 +100,7 @@ class Watchdogs:
 def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     """Returns the name and text of each warning whose condition holds after the last step, in the order of `NAMES`.
 
+    * `sampler_scale`: the sign balance of sampler and trainer exceeds `MAX_SIGN_BALANCE`, or is below its inverse.
     * `copies`: over the last `RECENT` steps, a group has more equal responses than independent ones would (means above `MAX_COPIES_Z` or `MAX_COPIES_FRAC`), or the verdicts
       of responses at one distance agree too often (`MAX_LAG_Z`).
     * `length_collapse`: responses are shorter than `MIN_LENGTH_FRAC` of their first length.
@@ -104,6 +117,13 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     accuracy = seen["rollout/accuracy"][-RECENT:]
     done = metric == "correct" and bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
     holding: dict[str, str] = {}
+    balance = _mean(seen["sync/sign_balance"][-RECENT:]) if len(seen["sync/sign_balance"]) >= RECENT else 1.0
+    if not 1 / MAX_SIGN_BALANCE <= balance <= MAX_SIGN_BALANCE:
+        holding["sampler_scale"] = (
+            f"sampler scale: the trainer finds sampled tokens less likely than the sampler in {balance:.3g} times as much of the training signal as more "
+            "likely, and rounding gives about 1. Usual causes: another temperature, a cap or a scale of the logits in one of the two, a "
+            "weight that was not transferred. Run dapo-jax doctor; set model.compute_dtype=float32 to exclude rounding"
+        )
     if text := _copies(seen):
         holding["copies"] = text
     first, now = _first_and_now(seen, "rollout/response_tokens")

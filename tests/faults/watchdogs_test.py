@@ -5,8 +5,10 @@ import pytest
 
 from dapo_jax.dapo.metrics import Mean
 from dapo_jax.health.watchdogs import NAMES
+from dapo_jax.run import updater_setup
 from dapo_jax.sampling import engine
 from dapo_jax.sampling.decoding import response_keys
+from dapo_jax.training.update import UpdateOptions
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +37,8 @@ def asked_for(sample):
 
 
 CAUSES = {
+    # The sampler has the temperature 1, the trainer 1.5.
+    "sampler_scale": {"trainer_temperature": 1.5, "sampling__max_response_tokens": 4},
     # Responses i and i + 4 have the same key, as in two engines with equal seeds.
     "copies": {"index": lambda indices: indices % 4, "batch__prompts_per_step": 16},
     "length_collapse": {"reward": brief},
@@ -61,6 +65,12 @@ def run(micro, run_micro, shown, monkeypatch):
                 engine,
                 "response_keys",
                 lambda key, ordinals, indices, turns: response_keys(key, ordinals, index(indices), turns),
+            )
+        if temperature := how.pop("trainer_temperature", None):
+            monkeypatch.setattr(
+                updater_setup,
+                "UpdateOptions",
+                lambda **options: UpdateOptions(**{**options, "temperature": temperature}),
             )
         changes = {name: how.pop(name) for name in list(how) if "__" in name}
         config = micro(**{

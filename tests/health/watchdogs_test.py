@@ -129,6 +129,13 @@ def test_a_reward_is_stuck_while_the_rate_decays_unless_it_falls_below_a_half():
     assert raised(healthy(reward__mean=0.3, update__learning_rate=fast)) == []
 
 
+def test_a_sampler_of_another_scale_is_seen_on_either_side():
+    for balance in (3.1, 0.32):
+        assert raised(healthy(sync__sign_balance=balance)) == [("sampler_scale", 3)]
+    for balance in (2.9, 0.35):
+        assert raised(healthy(sync__sign_balance=balance)) == []
+
+
 @pytest.mark.parametrize(
     ("name", "limit"), [("copies_z", 4.0), ("copies_frac", 0.01), ("verdict_lag_z", 5.0)]
 )
