@@ -37,8 +37,8 @@ def asked_for(sample):
 
 
 CAUSES = {
-    # The sampler has the temperature 1, the trainer 1.5.
-    "sampler_scale": {"trainer_temperature": 1.5, "sampling__max_response_tokens": 4},
+    # The sampler has the temperature 1, the trainer 1.5. Later, most responses are truncated.
+    "sampler_scale": {"trainer_temperature": 1.5, "steps": 16},
     # Responses i and i + 4 have the same key, as in two engines with equal seeds.
     "copies": {"index": lambda indices: indices % 4, "batch__prompts_per_step": 16},
     "length_collapse": {"reward": brief},
@@ -72,7 +72,7 @@ def run(micro, run_micro, shown, monkeypatch):
                 "UpdateOptions",
                 lambda **options: UpdateOptions(**{**options, "temperature": temperature}),
             )
-        changes = {name: how.pop(name) for name in list(how) if "__" in name}
+        changes = {name: how.pop(name) for name in list(how) if "__" in name or name == "steps"}
         config = micro(**{
             "steps": 20, "dynamic_sampling__enabled": False, "batch__prompts_per_step": 8, "batch__group_size": 8,
             "batch__groups_per_update": 4, "batch__row_tokens": 34, "sampling__max_response_tokens": 30,
