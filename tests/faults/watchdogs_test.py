@@ -37,8 +37,6 @@ def asked_for(sample):
 
 
 CAUSES = {
-    # The sampler has the temperature 1, the trainer 1.5. Later, most responses are truncated.
-    "sampler_scale": {"trainer_temperature": 1.5, "steps": 16},
     # Responses i and i + 4 have the same key, as in two engines with equal seeds.
     "copies": {"index": lambda indices: indices % 4, "batch__prompts_per_step": 16},
     "length_collapse": {"reward": brief},
@@ -72,7 +70,7 @@ def run(micro, run_micro, shown, monkeypatch):
                 "UpdateOptions",
                 lambda **options: UpdateOptions(**{**options, "temperature": temperature}),
             )
-        changes = {name: how.pop(name) for name in list(how) if "__" in name or name == "steps"}
+        changes = {name: how.pop(name) for name in list(how) if "__" in name}
         config = micro(**{
             "steps": 20, "dynamic_sampling__enabled": False, "batch__prompts_per_step": 8, "batch__group_size": 8,
             "batch__groups_per_update": 4, "batch__row_tokens": 34, "sampling__max_response_tokens": 30,
@@ -85,7 +83,7 @@ def run(micro, run_micro, shown, monkeypatch):
     return go
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CAUSES)
 def test_each_cause_raises_its_own_warning_and_no_other(name, run):
     metrics, printed = run(**CAUSES[name])
     raised = {other: sum(line[f"watchdog/{other}"] for line in metrics) for other in NAMES}
@@ -94,3 +92,13 @@ def test_each_cause_raises_its_own_warning_and_no_other(name, run):
     lines = [line for line in printed.splitlines() if "Usual causes" in line]
     assert len(lines) == 1
     assert f": {name.replace('_', ' ')}" in lines[0]
+
+
+def test_another_temperature_in_the_trainer_is_seen_once_the_policy_is_sure(run):
+    """The sampler has the temperature 1, the trainer 1.5. While all tokens are about equally likely, differences have both signs."""
+    metrics, _ = run(trainer_temperature=1.5)
+    assert any(line.get("watchdog/sampler_scale") for line in metrics)
+
+
+def test_every_warning_is_raised_by_a_run():
+    assert {*CAUSES, "sampler_scale"} == set(NAMES)
