@@ -36,7 +36,7 @@ from dapo_jax.numerics.segments import looked_up
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
 from dapo_jax.rewards.sample import name_of
-from dapo_jax.training.minibatch import Minibatch, MinibatchTransfer, Stack, with_array
+from dapo_jax.training.minibatch import Minibatch, MinibatchTransfer, Stack, on_host, with_array
 from dapo_jax.training.routing_replay import recorded_experts, routing_metrics, without_recorded_experts
 from dapo_jax.training.state import TrainState, state_shardings
 from dapo_jax.training.teacher import reference_logprobs, teacher_logprobs
@@ -287,6 +287,12 @@ class Updater:
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
         score = self._scores(self.model(state.params))
         return [jnp.exp(score(stack) - stack.microbatches.old_logprobs) for stack in minibatch]
+
+    def logprobs(self, state: TrainState, microbatches: Sequence[Microbatch]) -> np.ndarray:
+        """Returns the log-probabilities of the tokens under the policy, [microbatches, rows, seq]. All microbatches must have the same shape."""
+        [[stack]] = self._placing.put([microbatches])
+        scores: np.ndarray = on_host(self._scores(self.model(state.params))(stack))
+        return scores[: len(microbatches)]
 
     def lower_score(self, model: Model, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. The parameters may be shapes with shardings."""
