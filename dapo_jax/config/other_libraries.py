@@ -50,6 +50,10 @@ _NOTES = {
     "do_sample": "0 is greedy; responses to train on are always sampled",
     "optim": "adamw_torch is adamw",
     "warmup_ratio": "in steps, not as a share of the run",
+    "lr_scheduler_type lr_decay_style": "cosine_with_min_lr is cosine with optimizer.end_factor, warmup_stable_decay and wsd are linear with optimizer.decay_steps, "
+    "constant_with_warmup is constant; there are no restarts, no inverse_sqrt and no reduction on a plateau",
+    "num_decay_steps": "in steps of the run, each of which may have several updates",
+    "min_lr": "as a factor of the learning rate: min_lr / learning_rate",
     "betas": "and optimizer.beta2, each a number",
     "eval_strategy save_strategy": "a number of steps",
     "report_to logger": "a list, such as [wandb, tensorboard]",
@@ -63,7 +67,6 @@ _NO_KEY = {
     "`batch.prompts_per_step`",
     "use_vllm rollout.name rollout.mode enforce_eager free_cache_engine load_format enable_chunked_prefill hybrid_engine": "the library samples with its own engine, which is configured in `sampling`",
     "block_size page_size": "the number of tokens per page follows from the platform and the slots; `sampling.cache_tokens` is the size of the cache",
-    "lr_scheduler_type": "the learning rate rises linearly over `optimizer.warmup_steps`, and is constant afterwards",
     "push_to_hub": "after the run, upload the folder `model` in `run_dir`, which has the Hugging Face layout: hf upload ORG/NAME RUN_DIR/model",
     "logging_steps logging_strategy logging_first_step": "metrics are logged in every step; `log.rollouts_every_steps` is for sampled responses",
     "resume_from_checkpoint resume_mode resume_from_path": "the command-line option --resume continues from the last checkpoint",

@@ -30,6 +30,7 @@ from dapo_jax.config.model_schema import DTYPES, TEMPERATURE, LoraConfig, ModelC
 from dapo_jax.config.reward_schema import EnvironmentConfig, RewardConfig, WorkersConfig
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
 
+SHARE = Range("0 to 1", lambda v: 0 <= v <= 1)
 BETA = Range("0 or more and less than 1", lambda v: 0 <= v < 1)
 TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
 TOP_K = Range("1 to 2**31 - 1, or 0 or -1 (both: off)", lambda v: -1 <= v < 2**31)
@@ -149,9 +150,17 @@ class OptimizerConfig(Section, at="optimizer"):
     """adamw, or muon (https://kellerjordan.github.io/posts/muon/), which orthogonalizes the update of each weight matrix (also of each expert and
     router), and uses AdamW for all other parameters. Its updates have about the size of AdamW's, so the same learning rates are suitable. It stores one moment per element of a matrix instead of two."""
     learning_rate: float = key(1e-6, range=POSITIVE, aliases="lr")
-    """Learning rate, which is constant after the warm-up. (Section 4.1)"""
+    """Learning rate after the warm-up. (Section 4.1)"""
     warmup_steps: int = key(20, aliases="lr_warmup_steps warmup_ratio")
     """Linear warm-up, in training steps: step k, counted from 1, uses k / warmup_steps of the learning rate."""
+    schedule: str = key(
+        "constant", choices=["constant", "linear", "cosine"], aliases="lr_scheduler_type lr_decay_style"
+    )
+    """Learning rate after the warm-up: constant, or a linear or cosine decay that ends with the run. If the decay has begun, `steps` may not change on resume. (Section 4.1: constant)"""
+    decay_steps: int = key(0, aliases="num_decay_steps")
+    """Number of last steps in which the learning rate decays. 0 means all steps after the warm-up. A smaller number gives the schedule warmup-stable-decay."""
+    end_factor: float = key(0.0, range=SHARE, aliases="min_lr min_lr_ratio min_lr_rate")
+    """Factor of the learning rate at which the decay aims. The last step is one step away from it, so no step has a learning rate of 0."""
     beta1: float = key(0.9, range=BETA, aliases="adam_beta1 betas")
     """Decay rate of the first moment. The default is the same as in PyTorch. muon uses it only for parameters other than weight matrices, whose momentum is 0.95."""
     beta2: float = key(0.999, range=BETA, aliases="adam_beta2")
@@ -164,6 +173,18 @@ class OptimizerConfig(Section, at="optimizer"):
     """Maximum global norm of the gradient. A larger gradient is scaled down to this norm. The default is the value in the released recipe."""
     offload: bool = key(False, aliases="optimizer_offload param_offload", may_change=True)
     """Keep the optimizer moments in host memory between updates. This saves 8 bytes of device memory per parameter (4 in the matrices of muon), but transfers the moments twice per update."""
+
+    def steps_before_decay(self, steps: int) -> int:
+        """Returns the number of steps before the learning rate decays, in a run of `steps` steps."""
+        if self.schedule == "constant":
+            return steps
+        return steps - self.decay_steps if self.decay_steps else min(self.warmup_steps, steps)
+
+    def check_together(self) -> None:
+        for name in ("decay_steps", "end_factor"):
+            if self.schedule == "constant" and getattr(self, name):
+                remedy = "set optimizer.schedule to linear or cosine, or leave it out"
+                self.refuse(name, "a schedule that decays", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +331,12 @@ class RunConfig(Section):
             )
             needs = f"0, or at least data.max_prompt_tokens + {self.response_limit}"
             self.refuse("batch.row_tokens", needs, remedy)
+        rate = self.optimizer
+        if rate.decay_steps > max(0, self.steps - rate.warmup_steps):
+            needs = f"at most steps - optimizer.warmup_steps = {self.steps} - {rate.warmup_steps}"
+            self.refuse(
+                "optimizer.decay_steps", needs, "lower it, or set it to 0 for all steps after the warm-up"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

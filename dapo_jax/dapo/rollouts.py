@@ -4,6 +4,7 @@ Their arrays are numpy arrays without padding. This module does not import jax, 
 `dapo_jax.dapo.microbatch.Microbatch` is the corresponding type on the device.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,15 @@ class ContextSpan(NamedTuple):
 
     first: int
     stop: int
+
+
+class Draw(NamedTuple):
+    """The tokens of a response in brief, to count equal responses and to compute how many are expected."""
+
+    digest: int
+    """The first 48 bits of the SHA-256 of the token ids."""
+    logprob: float
+    """Sum of the log-probabilities of the sampled tokens in nats, in float64."""
 
 
 class Continuation(NamedTuple):
@@ -117,6 +127,8 @@ class Response:
     """The new contexts of an episode, in order. If empty, every token follows the prompt and all earlier tokens."""
     prompt_values: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The values that the model computed for the tokens of the prompt (see `TokenValue.processed`). Responses to a prompt share these arrays if they started together."""
+    known_draw: Draw | None = None
+    """The result of `draw`, for a response whose tokens are not in this process."""
 
     @property
     def tokens(self) -> Int[np.ndarray, " response"]:
@@ -127,6 +139,15 @@ class Response:
     def logprobs(self) -> Float[np.ndarray, " response"]:
         """The log-probabilities in `record`, in nats."""
         return self.record.logprobs
+
+    @property
+    def draw(self) -> Draw:
+        """A digest of all tokens, and the log-probability of the sampled ones."""
+        if self.known_draw is not None:
+            return self.known_draw
+        digest = hashlib.sha256(np.ascontiguousarray(self.tokens, "<i4").tobytes()).digest()
+        logprob = float(self.logprobs[self.sampled].sum(dtype=np.float64))
+        return Draw(int.from_bytes(digest[:6], "little"), logprob)
 
     def parts(self, prompt: Int[np.ndarray, " prompt"]) -> list[ResponsePart]:
         """Splits the response into one part per context, and returns the parts that contain sampled tokens. Each part becomes a training example."""

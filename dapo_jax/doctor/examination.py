@@ -82,6 +82,7 @@ def _of_step(step: TinyStep) -> list[Check]:
         Check("weights", weights, needs, _STEP),
         Check("step", lambda _: step.step(), ("weights",), _STEP),
         Check("agreement", lambda _: step.agree(), ("step",), _STEP),
+        Check("shapes", lambda _: step.shapes(), ("step",), _STEP),
         Check("grade", lambda _: step.grade(), ("step", "grader"), _STEP),
         Check("evaluate", lambda _: step.evaluate(), ("step",), _STEP),
         Check("checkpoint", lambda _: step.checkpoint(), ("step",), _STEP),

@@ -8,7 +8,7 @@ import hashlib
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 import jax
@@ -107,6 +107,24 @@ class TinyStep(ExitStack, Observer):
         first, dtype = to_scalars(self._updates[:1]), self.config.model.compute_dtype
         kl, largest = first["sync/sampler_trainer_kl"], first["sync/logprob_diff_max"]
         return agreement(kl=kl, largest=largest, compute_dtype=dtype, platform=jax.default_backend())
+
+    def shapes(self) -> Found:
+        """Computes the log-probabilities of the step's tokens again, with several times as many rows in a microbatch. Only rounding may differ."""
+        updates = self._run.batches.minibatches(self._collected.groups, 1)
+        single = [microbatch for update in updates for microbatch in update]
+        expected, noise = self._run.updater.logprobs(self._state, single), dict[int, float]()
+        for count in (2, 4):
+            joined = [
+                jax.tree.map(lambda *rows: np.concatenate(rows), *single[first : first + count])
+                for first in range(0, len(single) - count + 1, count)
+            ]
+            if joined:
+                found = self._run.updater.logprobs(self._state, joined)
+                mask = np.stack([microbatch.mask for microbatch in joined])
+                differences = np.abs(found - expected[: len(joined) * count].reshape(found.shape))
+                noise[count * single[0].tokens.shape[0]] = float(differences[mask].mean())
+        sampler = to_scalars(self._updates[:1])["sync/logprob_diff_mean"]
+        return shape_noise(noise, rows=single[0].tokens.shape[0], sampler=sampler)
 
     def grade(self) -> Found:
         """Grades the sampled responses with the configured grader or environment."""
@@ -221,6 +239,25 @@ def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -
         "do not train: sampler and trainer are different policies, so the ratio would be wrong. To find the cause, try "
         "model.attention=xla, model.compute_dtype=float32, or one device",
     )
+
+
+def shape_noise(noise: Mapping[int, float], *, rows: int, sampler: float) -> Found:
+    """Checks that log-probabilities do not depend on the number of rows in a microbatch, except for rounding.
+
+    `noise` maps numbers of rows to the mean difference in nats from microbatches of `rows` rows. Rounding is about as large as the mean difference between `sampler` and
+    trainer, which is at least 1e-6 if all sums are exact by chance. A token that is compared across shapes in an update has this noise in its ratio.
+    """
+    if not noise:
+        return Found("the step has a single microbatch, so there is nothing to compare", "skipped")
+    most = 3 * max(sampler, 1e-6)
+    listed = ", ".join(f"{value:.1e} nats with {count}" for count, value in noise.items())
+    message = (
+        f"mean difference from microbatches of {rows} rows: {listed}; rounding explains up to {most:.1e}"
+    )
+    if max(noise.values()) <= most:  # false for NaN
+        return Found(message)
+    remedy = "log-probabilities of a row depend on other rows, so ratios are wrong: try model.attention=xla, or model.compute_dtype=float32"
+    return Found(message, "failed", remedy)
 
 
 @whole_group

@@ -9,7 +9,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-NAMES = ("length_collapse", "entropy_collapse", "truncation", "flat_groups", "reward_stuck")
+NAMES = (
+    "sampler_scale",
+    "copies",
+    "length_collapse",
+    "entropy_collapse",
+    "truncation",
+    "flat_groups",
+    "reward_stuck",
+)
 """Names of the warnings, ordered from causes to consequences."""
 
 START, RECENT = 3, 3
@@ -23,6 +31,15 @@ MIN_LENGTH_FRAC = 0.333
 MAX_TRUNCATED_FRAC = 0.5
 MIN_MIXED_FRAC = 0.02
 
+MAX_SIGN_BALANCE = 3.0
+"""Largest healthy sign balance of sampler and trainer; the smallest is its inverse. Healthy runs with rounding or an 8-bit sampler have 0.6 to 1.3."""
+
+MAX_COPIES_Z, MAX_COPIES_FRAC, MAX_LAG_Z = 4.0, 0.01, 5.0
+"""Independent responses exceed the first in one of 30,000 steps, and the last in one of 100,000. At most 0.5% of them repeat an improbable response."""
+
+MIN_GROUPS = 48
+"""Minimum number of groups over the last `RECENT` steps. Standard errors over fewer groups are too uncertain."""
+
 NEARLY_ALL_RIGHT = 0.9
 """Accuracy above which low entropy and a constant reward are expected."""
 
@@ -32,11 +49,15 @@ SEEN = (
     "reward/std",
     "rollout/accuracy",
     "rollout/all_correct_frac",
+    "rollout/copies_frac",
+    "rollout/copies_z",
     "rollout/mixed_frac",
     "rollout/prompts",
     "rollout/response_tokens",
     "rollout/scores_differ_frac",
     "rollout/truncated_frac",
+    "rollout/verdict_lag_z",
+    "sync/sign_balance",
     "teacher/reverse_kl",
     "update/learning_rate",
 )
@@ -79,20 +100,32 @@ class Watchdogs:
 def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     """Returns the name and text of each warning whose condition holds after the last step, in the order of `NAMES`.
 
+    * `sampler_scale`: the sign balance of sampler and trainer exceeds `MAX_SIGN_BALANCE`, or is below its inverse.
+    * `copies`: over the last `RECENT` steps, a group has more equal responses than independent ones would (means above `MAX_COPIES_Z` or `MAX_COPIES_FRAC`), or the verdicts
+      of responses at one distance agree too often (`MAX_LAG_Z`).
     * `length_collapse`: responses are shorter than `MIN_LENGTH_FRAC` of their first length.
     * `entropy_collapse`: the entropy is below `MIN_ENTROPY` and below a tenth of its first value, accuracy is below 0.9, and there is no teacher.
     * `truncation`: the share of truncated responses exceeds `MAX_TRUNCATED_FRAC`, and exceeds its first value by 0.25.
     * `flat_groups`: over the last `WINDOW // 2` steps, less than `MIN_MIXED_FRAC` of the groups had both correct and wrong responses
       (or different scores, if `metric` is `score`).
-    * `reward_stuck`: after `WINDOW` steps at the full learning rate, the mean reward of the last `WINDOW // 2` steps exceeds the mean of
+    * `reward_stuck`: after `WINDOW` steps in which the learning rate did not rise or fall below a half, the mean reward of the last `WINDOW // 2` steps exceeds the mean of
       the first `WINDOW // 2` steps by at most two standard errors of the difference, and accuracy is below 0.9.
 
-    The first three conditions compare means over the last and the first three steps. If `metric` is `score`, accuracy is
+    The next three conditions compare means over the last and the first three steps. If `metric` is `score`, accuracy is
     ignored, because a score may have no maximum. If it is empty, rewards are not learnt, and the last two conditions never hold.
     """
     accuracy = seen["rollout/accuracy"][-RECENT:]
     done = metric == "correct" and bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
     holding: dict[str, str] = {}
+    balance = _mean(seen["sync/sign_balance"][-RECENT:]) if len(seen["sync/sign_balance"]) >= RECENT else 1.0
+    if not 1 / MAX_SIGN_BALANCE <= balance <= MAX_SIGN_BALANCE:
+        holding["sampler_scale"] = (
+            f"sampler scale: the trainer finds sampled tokens less likely than the sampler in {balance:.3g} times as much of the training signal as more "
+            "likely, and rounding gives about 1. Usual causes: another temperature, a cap or a scale of the logits in one of the two, a "
+            "weight that was not transferred. Run dapo-jax doctor; set model.compute_dtype=float32 to exclude rounding"
+        )
+    if text := _copies(seen):
+        holding["copies"] = text
     first, now = _first_and_now(seen, "rollout/response_tokens")
     if now < MIN_LENGTH_FRAC * first:
         holding["length_collapse"] = (
@@ -120,6 +153,25 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     if metric and not done and (text := _reward_stuck(seen)):
         holding["reward_stuck"] = text
     return holding
+
+
+def _copies(seen: Seen) -> str:
+    if sum(seen["rollout/prompts"][-RECENT:]) < MIN_GROUPS:
+        return ""
+    names, limits = ("copies_z", "copies_frac", "verdict_lag_z"), (MAX_COPIES_Z, MAX_COPIES_FRAC, MAX_LAG_Z)
+    recent = [seen[f"rollout/{name}"][-RECENT:] for name in names]
+    if not any(
+        len(values) == RECENT and _mean(values) > most for values, most in zip(recent, limits, strict=True)
+    ):
+        return ""
+    shown = ", ".join(
+        f"rollout/{name} {_mean(values):.3g}" for name, values in zip(names, recent, strict=True) if values
+    )
+    return (
+        f"copies: the responses of a group are not independent ({shown}), so groups have less signal than their size. Usual causes: several "
+        "samplers with the same random numbers, a prompt that is in the dataset twice with the same key, an environment that repeats its "
+        "first episode. Read the rollouts of a group; compare runs with one and with several processes"
+    )
 
 
 def _flat_groups(seen: Seen, metric: str) -> str:
@@ -151,7 +203,9 @@ def _flat_groups(seen: Seen, metric: str) -> str:
 def _reward_stuck(seen: Seen) -> str:
     rates = seen["update/learning_rate"][-WINDOW:]
     rewards, half = seen["reward/mean"], WINDOW // 2
-    if len(rates) < WINDOW or max(rates) != min(rates) or len(rewards) < WINDOW:  # still warming up
+    if min(len(rates), len(rewards)) < WINDOW or rates != sorted(rates, reverse=True):  # still warming up
+        return ""
+    if min(rates) < max(rates) / 2:
         return ""
     first, now = _mean(rewards[:half]), _mean(rewards[-half:])
     spread, prompts = seen["reward/std"], seen["rollout/prompts"]

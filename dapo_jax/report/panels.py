@@ -98,6 +98,13 @@ PANELS = (
         "reward/lost": "no verdict", "reward/nonfinite": "score not finite",
     }, **_QUIET, help="Responses whose grader or environment failed; they count as wrong."),
     _BY_VERDICT,
+    _panel("Dynamic sampling", "Distinct responses", "share", {
+        "rollout/distinct_frac": "distinct", "rollout/distinct_expected_frac": "distinct, if independent", "rollout/copies_frac": "copies",
+        "rollout/mixed_expected_frac": "mixed groups, if independent",
+    }, **_QUIET, help="Share of responses that differ from all earlier ones of their group; far below the expectation, responses are copies."),
+    _panel("Dynamic sampling", "Dependence of responses", "standard errors", {
+        "rollout/copies_z": "equal responses", "rollout/verdict_lag_z": "agreement of verdicts",
+    }, **_QUIET, help="How far equal responses and equal verdicts exceed those of independent responses; above 5 is a fault."),
     _panel("Dynamic sampling", "Prompts and groups", "per step", {
         "rollout/prompts": "prompts sampled", "rollout/trained_groups": "groups trained on", "rollout/surplus_groups": "surplus groups",
         "rollout/carried_groups": "carried over",
@@ -135,7 +142,12 @@ PANELS = (
     _panel("Policy", "Ratio new / old", "", {"policy/ratio_max": "largest", "policy/ratio": "mean"}, help="Probability of a token after the updates divided by its probability before; the mean should stay near 1."),
     _panel("Updates", "Loss", "", {"update/loss": "loss"}, help="The objective that the optimizer minimizes; it need not fall while the policy improves."),
     _panel("Updates", "Gradient norm", "before clipping", {"update/grad_norm": "gradient norm"}, help="Length of the gradient before clipping; spikes point to a few extreme tokens."),
-    _panel("Updates", "Learning rate", "", {"update/learning_rate": "learning rate"}, **_EXACT, help="The optimizer's step size with its warm-up."),
+    _panel("Updates", "Learning rate", "", {"update/learning_rate": "learning rate"}, **_EXACT, help="The optimizer's step size, with warm-up and decay."),
+    _panel("Updates", "Step of each parameter", "by learning rate", {r"update/step_rms/(.+)": r"\1"}, **_QUIET, log=True, help="Root mean square of a parameter's change by the learning rate; near 0, the parameter has no gradient."),
+    _panel("Updates", "Change of each parameter", "by its norm", {r"update/ratio/(.+)": r"\1"}, **_QUIET, log=True, help="Norm of a parameter's change by the norm of its weights; compare a parameter with its own past."),
+    _panel("Updates", "Stored weights that change", "share", {
+        "update/stored_changed_frac": "changed", "update/stored_predicted_frac": "predicted",
+    }, **_QUIET, help="Share of weights whose rounded value in the sampler changes in an update; far below the prediction, weights are kept rounded."),
     _panel("Updates", "Skipped updates", "share", {
         "update/skipped_frac": "not finite, so skipped",
     }, **_QUIET, **_EXACT, help="Share of updates that were left out because a value was not finite."),
@@ -145,6 +157,9 @@ PANELS = (
         "sync/sampler_trainer_kl": "KL(sampler || trainer)", "sync/logprob_diff_mean": "mean |difference|",
         "sync/logprob_diff_max": "largest |difference|",
     }, log=True, note="differences of log-probabilities; groups carried over were sampled with older weights", help="Sampler and trainer should give the same tokens the same probability, except for rounding."),
+    _panel("Updates", "Asymmetry of sampler and trainer", "", {
+        "sync/sign_balance": "sign balance", "sync/advantage_association": "association with advantages",
+    }, log=True, **_QUIET, help="Both are near 1 if sampler and trainer differ by rounding; a balance above 3 or below 1/3 is a different scale or temperature."),
     _panel("Time and memory", "Time per step", "s", {
         "time/sample_s": "sampling", "time/update_s": "updates", REST: "evaluation and rest",
     }, stacked=True, help="Where the seconds of a step go."),

@@ -1,19 +1,21 @@
 """Converts groups and responses in flight to plain arrays and back, for checkpoints and for other processes.
 
 Ragged lists become arrays: one for each value of the tokens of all responses, and JSON for everything else. Prompts are not
-stored, because their ordinals are enough to load them. A brief group contains the data for metrics and scores, but no tokens and no text. It occupies at most about 100
+stored, because their ordinals are enough to load them. A brief group contains the data for metrics and scores, but no tokens and no text. It occupies at most about 110
 bytes per response.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.dapo.rollouts import (
     ContextSpan,
+    Draw,
     FinishReason,
     Group,
     Prompt,
@@ -54,7 +56,8 @@ def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None
         full = whole is None or whole[index]
         rollouts = enumerate(group.rollouts)
         records_of_group = [_rollout_record(rollout, full or number < texts) for number, rollout in rollouts]
-        records.append([group.prompt.ordinal, full, records_of_group])
+        draws = [] if full else [[rollout.response.draw for rollout in group.rollouts]]
+        records.append([group.prompt.ordinal, full, records_of_group, *draws])
         responses += [rollout.response for rollout in group.rollouts if full]
     return {"records": _as_bytes(records), **_joined(responses)}
 
@@ -65,8 +68,13 @@ def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Gro
     if "records" not in arrays:
         return []
     take, groups = _ResponseReader(arrays), list[Group]()
-    for ordinal, full, records in json.loads(arrays["records"].tobytes()):
-        rollouts = tuple(_rollout(record, take if full else _zeros) for record in records)
+    for ordinal, full, records, *draws in json.loads(arrays["records"].tobytes()):
+        if full:
+            rollouts = tuple(_rollout(record, take) for record in records)
+        else:
+            rollouts = tuple(
+                _rollout(record, partial(_zeros, draw)) for record, draw in zip(records, *draws, strict=True)
+            )
         groups.append(Group(prompt=prompt_at(ordinal), rollouts=rollouts))
     return groups
 
@@ -170,8 +178,8 @@ class _ResponseReader:
         return {name: array[first : self._recorded] for name, array in self._processed.items()}
 
 
-def _zeros(count: int) -> dict[str, Any]:
-    return {"record": Tokens(np.broadcast_to(np.int32(0), count))}
+def _zeros(draw: Sequence[Any], count: int) -> dict[str, Any]:
+    return {"record": Tokens(np.broadcast_to(np.int32(0), count)), "known_draw": Draw(*draw)}
 
 
 def _response_record(response: Response | Request) -> list[Any]:

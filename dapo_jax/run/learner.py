@@ -17,7 +17,7 @@ from dapo_jax.run.sampler_programs import sharing
 from dapo_jax.run.sampler_setup import SamplerSpec, response_sampler
 from dapo_jax.run.sources import lora_of
 from dapo_jax.run.training_pass import TrainingPass, training_pass
-from dapo_jax.training.optimizer import linear_warmup, make_optimizer
+from dapo_jax.training.optimizer import make_optimizer, scheduled_rate
 from dapo_jax.training.state import TrainState, init_state, state_structs
 
 
@@ -61,9 +61,17 @@ class Learner:
         return state_structs(self.policy.params, self.optimizer, self.meshes.train, offload=offload)
 
     def learning_rate(self, step: int) -> float:
-        """Returns the learning rate of a step, with warm-up applied."""
+        """Returns the learning rate of a step, by the schedule of the run."""
         config = self.config.optimizer
-        return linear_warmup(config.learning_rate, step=step, warmup_steps=config.warmup_steps)
+        return scheduled_rate(
+            config.learning_rate,
+            step=step,
+            steps=self.config.steps,
+            warmup_steps=config.warmup_steps,
+            schedule=config.schedule,
+            steps_before_decay=config.steps_before_decay(self.config.steps),
+            end_factor=config.end_factor,
+        )
 
     def without_weights(self) -> "Learner":
         """Returns a copy with shapes in place of the trained weights."""

@@ -24,6 +24,7 @@ from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.step_metrics import rollout_metrics
 from dapo_jax.training.update import Updater
+from dapo_jax.training.update_metrics import with_association
 
 Metrics = Mapping[str, Metric]
 
@@ -137,7 +138,7 @@ def run_steps(
             for observer in observers:
                 observer.after_update(minibatch, of_update, learning_rate=rate)
             measured.append(of_update)
-        scalars = with_effective_share(to_scalars(measured))
+        scalars = with_association(with_effective_share(to_scalars(measured)))
         minibatches = minibatch = ()  # frees device memory before the next step is sampled
 
         cursor, carry = collected.cursor, collected.carry

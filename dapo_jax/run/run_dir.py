@@ -127,7 +127,8 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             "--resume to start a new run"
         )
     if kept.exists() and has_saved:  # without a checkpoint, the run starts over, so any key may change
-        changed = changed_keys(load_config(kept).resolved(), config.resolved())
+        began = load_config(kept).resolved()
+        changed = changed_keys(began, config.resolved())
         bad = {key: pair for key, pair in changed.items() if not key.startswith(FREE_TO_CHANGE)}
         if "" in bad.get("data.template_date", ()):
             del bad["data.template_date"]  # `dapo-jax doctor` leaves the date empty
@@ -135,6 +136,17 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in bad.items())
             why = f"resuming {config.run_dir} under another configuration would change the run"
             raise ConfigError(f"{why}: {lines}")
+        _check_decay(began, config, done=max(int(name) for name in saved if name.isdigit()))
+
+
+def _check_decay(began: TrainConfig, config: TrainConfig, *, done: int) -> None:
+    """Checks that a run in which the learning rate decays, and whose last saved step is `done`, resumes with its number of steps, or before the decay."""
+    before = min(each.optimizer.steps_before_decay(each.steps) for each in (began, config))
+    if config.optimizer.schedule != "constant" and config.steps != began.steps and done > before:
+        raise ConfigError(
+            f"resuming {config.run_dir} with steps={config.steps}: it was {began.steps}, step {done} is saved, and the decay of the learning rate "
+            f"begins after step {before} with one of the two; set steps={began.steps}"
+        )
 
 
 def _absolute(path: str) -> str:

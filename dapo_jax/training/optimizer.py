@@ -1,5 +1,6 @@
 """The optimizer and the learning rate (DAPO Section 4.1): gradient-norm clipping, AdamW or Muon, and a linear warm-up."""
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -93,10 +94,40 @@ def _with_experts_first(rule: optax.GradientTransformation) -> optax.GradientTra
     return optax.GradientTransformation(lambda params: turned(rule.init(turned(params))), update)
 
 
-def linear_warmup(learning_rate: float, *, step: int, warmup_steps: int) -> float:
-    """Returns the learning rate of rollout step `step`, counted from 1, by the schedule of a run. The rate grows linearly over `warmup_steps` steps and then stays constant.
+def scheduled_rate(
+    learning_rate: float,
+    *,
+    step: int,
+    steps: int,
+    warmup_steps: int = 0,
+    schedule: str = "constant",
+    steps_before_decay: int = 0,
+    end_factor: float = 0.0,
+) -> float:
+    """Returns the learning rate of a step of a run.
 
-    >>> [linear_warmup(1.0, step=step, warmup_steps=4) for step in (1, 2, 4, 9)], linear_warmup(1.0, step=1, warmup_steps=0)
-    ([0.25, 0.5, 1.0, 1.0], 1.0)
+    With W = `warmup_steps`, e = `end_factor`, and D decaying steps at the end of the run, the rate is
+    `learning_rate` x min(1, step / W) x (e + (1 - e) shape(x)), where x = (step - 1 - `steps_before_decay`) / D, at least 0 and at most 1. The shape is 1 - x (linear)
+    or (1 + cos(pi x)) / 2 (cosine), as in `optax.linear_schedule` and `optax.cosine_decay_schedule`.
+
+    Args:
+        learning_rate: the rate after the warm-up.
+        step: number of the step, counted from 1.
+        steps: number of steps of the run.
+        warmup_steps: number of first steps over which the rate rises.
+        schedule: constant, linear or cosine.
+        steps_before_decay: number of steps before the decay.
+        end_factor: factor of the rate that a step after the last one would have.
+
+    >>> [scheduled_rate(1.0, step=step, steps=9, warmup_steps=4) for step in (1, 2, 4, 9)]
+    [0.25, 0.5, 1.0, 1.0]
+    >>> [scheduled_rate(1.0, step=step, steps=6, schedule="linear", steps_before_decay=4) for step in (1, 5, 6)]
+    [1.0, 1.0, 0.5]
     """
-    return learning_rate * min(1.0, step / warmup_steps) if warmup_steps else learning_rate
+    rate = learning_rate * min(1.0, step / warmup_steps) if warmup_steps else learning_rate
+    passed = step - 1 - steps_before_decay
+    if schedule == "constant" or passed <= 0:
+        return rate
+    share = min(1.0, passed / max(1, steps - steps_before_decay))
+    shape = 1 - share if schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
+    return rate * (end_factor + (1 - end_factor) * shape)

@@ -11,6 +11,7 @@ import numpy as np
 from dapo_jax.dapo.dynamic_sampling import Collected, scores_differ
 from dapo_jax.dapo.rollouts import Group, Rollout
 from dapo_jax.rewards.grading import NOT_GRADED
+from dapo_jax.training.independence import independence_metrics
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float | int]:
@@ -38,7 +39,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
     }
     if any(rollout.verdict != NOT_GRADED for rollout in trained):
         return metrics
-    of_verdicts = re.compile(r"reward/|rollout/(trained_)?accuracy|rollout/(all_|mixed_|scores_)")
+    of_verdicts = re.compile(r"reward/|rollout/(trained_)?accuracy|rollout/(all_|mixed_|scores_|verdict_)")
     return {name: value for name, value in metrics.items() if not of_verdicts.match(name)}
 
 
@@ -77,6 +78,7 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
         "rollout/all_correct_frac": float(np.mean(accuracy == 1.0)),
         "rollout/all_wrong_frac": float(np.mean(accuracy == 0.0)),
         "rollout/mixed_frac": float(np.mean((accuracy > 0.0) & (accuracy < 1.0))),
+        **independence_metrics(groups),
         **(differ if scored else {}),
         **of_turns,
         "rollout/response_tokens": float(lengths.mean()),

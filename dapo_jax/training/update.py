@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from dapo_jax.dapo.corrections import drop_off_policy, importance_weights
 from dapo_jax.dapo.distillation import teacher_advantages, teacher_divergence
-from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
+from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 from dapo_jax.dapo.objectives import ARRAYS, wanted
@@ -36,10 +36,11 @@ from dapo_jax.numerics.segments import looked_up
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
 from dapo_jax.rewards.sample import name_of
-from dapo_jax.training.minibatch import Minibatch, MinibatchTransfer, Stack, with_array
+from dapo_jax.training.minibatch import Minibatch, MinibatchTransfer, Stack, on_host, with_array
 from dapo_jax.training.routing_replay import recorded_experts, routing_metrics, without_recorded_experts
 from dapo_jax.training.state import TrainState, state_shardings
 from dapo_jax.training.teacher import reference_logprobs, teacher_logprobs
+from dapo_jax.training.update_metrics import change_metrics, mismatch_metrics
 
 Model = tuple[nnx.GraphDef[Any], nnx.State, nnx.State]
 """Structure, trained and frozen parameters of a decoder. The frozen parameters are the base model if adapters are trained, and empty otherwise."""
@@ -287,6 +288,12 @@ class Updater:
         score = self._scores(self.model(state.params))
         return [jnp.exp(score(stack) - stack.microbatches.old_logprobs) for stack in minibatch]
 
+    def logprobs(self, state: TrainState, microbatches: Sequence[Microbatch]) -> np.ndarray:
+        """Returns the log-probabilities of the tokens under the policy, [microbatches, rows, seq]. All microbatches must have the same shape."""
+        [[stack]] = self._placing.put([microbatches])
+        scores: np.ndarray = on_host(self._scores(self.model(state.params))(stack))
+        return scores[: len(microbatches)]
+
     def lower_score(self, model: Model, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. The parameters may be shapes with shardings."""
         stack = self.stack_structs(capacity, rows, row_tokens)
@@ -429,7 +436,7 @@ class Updater:
         arrays = {name: provided[name] for name in self._arrays}
         loss, measured = self._objective(logprobs, old, advantages, mask, **arrays)
         metrics = {**measured, **metrics, "policy/entropy": token_mean(entropy, mask)}
-        metrics |= mismatch_metrics(trainers, sampler, compared)
+        metrics |= mismatch_metrics(trainers, sampler, compared, advantages, first)
         if counts:
             config = _decoder(models[0]).ends.config
             sizes = {"layers": len(config.routed), "experts": config.experts.count}
@@ -473,7 +480,9 @@ class Updater:
         # A non-finite update changes neither weights nor moments.
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         one = jnp.ones((), jnp.float32)
+        stored = _decoder(self.model(state.params)).ends.compute_dtype
         return kept, {
+            **change_metrics(state.params, kept.params, changes, learning_rate, stored=stored),
             "update/loss": Mean(jnp.where(finite, loss, 0.0), finite.astype(jnp.float32)),
             "update/grad_norm": Mean(jnp.where(finite, norm, 0.0), finite.astype(jnp.float32)),
             "update/skipped_frac": Mean(1.0 - finite.astype(jnp.float32), one),
@@ -500,22 +509,6 @@ def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any, tuple[Array, ...]]
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
     """Concatenates the values of all stacks, for each metric."""
     return jax.tree.map(lambda *values: jnp.concatenate(values), *measured)
-
-
-def mismatch_metrics(
-    trainer: Float[Array, "rows seq"], sampler: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"]
-) -> dict[str, Metric]:
-    """Returns the metrics `sync/*`: the difference in nats between the trainer's and the sampler's log-probabilities, over the tokens in the mask.
-
-    Before the first update of a step, the trainer still has the weights that the sampler used. The log-probabilities then differ only by rounding, unless
-    trainer and sampler have different weights, kernels or dtypes.
-    """
-    delta = jnp.where(mask, trainer - sampler, 0.0)
-    return {
-        "sync/logprob_diff_mean": token_mean(jnp.abs(delta), mask),
-        "sync/logprob_diff_max": Max(jnp.abs(delta).max()),
-        "sync/sampler_trainer_kl": token_mean(k3(delta), mask),
-    }
 
 
 def _not_finite(mask: Array, *values: Array) -> Bool[Array, ""]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dapo_jax import dapo_loss, kl_penalty, to_scalars, token_weights
 from dapo_jax.dapo.aggregation import AGGREGATIONS
 from dapo_jax.dapo.losses import k3, supervised_loss
-from dapo_jax.training.update import mismatch_metrics
+from dapo_jax.training.update_metrics import mismatch_metrics
 from tests import oracle
 
 SHAPE = (8, 6)
@@ -338,7 +338,7 @@ def test_a_kl_of_differences_of_1e_5_is_within_a_hundredth_of_float64():
     found = {
         "policy/kl_old_k3": jax.jit(dapo_loss)(SMALL, zero, jnp.ones(8), mask)[1],
         "policy/kl_ref_k3": of_reference,
-        "sync/sampler_trainer_kl": jax.jit(mismatch_metrics)(SMALL, zero, mask),
+        "sync/sampler_trainer_kl": jax.jit(mismatch_metrics)(SMALL, zero, mask, zero, jnp.bool_(True)),
     }
     expected = float(np.mean(np.expm1(np.float64(SMALL)) - np.float64(SMALL)))
     estimates = [penalty, *(to_scalars(metrics)[name] for name, metrics in found.items())]

@@ -9,7 +9,7 @@ from dapo_jax.config import ConfigError, load_config
 from dapo_jax.doctor.check import Check, Found, examine
 from dapo_jax.doctor.resources import memory
 from dapo_jax.doctor.subject import Subject
-from dapo_jax.doctor.tiny_step import agreement
+from dapo_jax.doctor.tiny_step import agreement, shape_noise
 
 
 def fails(error):
@@ -90,3 +90,18 @@ def test_a_cache_that_is_sized_to_fit_counts_as_one_sequence(cache_tokens, state
 def test_the_limits_depend_on_dtype_and_platform(kl, largest, dtype, platform, state):
     found = agreement(kl=kl, largest=largest, compute_dtype=dtype, platform=platform)
     assert (found.state, bool(found.remedy)) == (state, state == "failed")
+
+
+@pytest.mark.parametrize(
+    ("noise", "sampler", "state"),
+    [
+        ({2: 1.2e-7, 4: 1.8e-7}, 1.7e-7, "ok"),  # the quickstart in float32
+        ({2: 1.2e-7, 4: 0.29}, 1.7e-7, "failed"),
+        ({2: 4.7e-6, 4: 4.2e-6}, 3.3e-6, "ok"),  # in bfloat16
+        ({2: 0.067, 4: 0.070}, 0.0113, "failed"),
+        ({2: math.nan}, 0.0, "failed"),
+        ({}, 0.0, "skipped"),
+    ],
+)
+def test_rows_in_a_microbatch_change_log_probabilities_by_rounding_alone(noise, sampler, state):
+    assert shape_noise(noise, rows=1, sampler=sampler).state == state

@@ -22,13 +22,14 @@ from dapo_jax.run.policy import Policy, find_policy
 from dapo_jax.storage.locks import take
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.training import update
 from tests.run.conftest import save_micro_model
 from tests.text.folders import CHATML, files_of, write
 
 UNSURE = {"devices", "grade"}
 """Checks that may warn in these tests: libtpu is installed, and an untrained model gives no right answer."""
 
-STEP = ("step", "agreement", "grade", "evaluate", "checkpoint")
+STEP = ("step", "agreement", "shapes", "grade", "evaluate", "checkpoint")
 
 GRADERS = """
 def wrong(sample):
@@ -283,6 +284,17 @@ def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):
 
     monkeypatch.setattr(WeightTransfer, "__call__", enlarged)
     assert "do not train" in only_fails(examined(), "agreement").remedy
+
+
+def test_rows_that_depend_on_the_number_of_rows(examined, monkeypatch):
+    """With two rows on a device, each row gets the tokens of the other. Programs of the usual temperature were compiled before."""
+    plain = update._hidden
+
+    def swapped(model, m):
+        return plain(model, replace(m, tokens=m.tokens[::-1]) if m.tokens.shape[0] == 2 else m)
+
+    monkeypatch.setattr(update, "_hidden", swapped)
+    assert "depend on other rows" in only_fails(examined(sampling__temperature=0.9), "shapes").remedy
 
 
 def test_a_phase_that_raises(examined, monkeypatch):

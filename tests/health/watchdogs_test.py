@@ -122,6 +122,31 @@ def test_a_reward_is_stuck_after_a_window_at_the_full_rate_without_a_rise_above_
     assert raised(healthy(reward__mean=0.95, rollout__accuracy=0.97)) == []
 
 
+def test_a_reward_is_stuck_while_the_rate_decays_unless_it_falls_below_a_half():
+    """Over the ten steps of a window, the rate falls to 0.95^9 = 0.63 or to 0.9^9 = 0.39."""
+    slow, fast = ([1e-4 * factor**step for step in range(20)] for factor in (0.95, 0.9))
+    assert raised(healthy(reward__mean=0.3, update__learning_rate=slow)) == [("reward_stuck", 10)]
+    assert raised(healthy(reward__mean=0.3, update__learning_rate=fast)) == []
+
+
+def test_a_sampler_of_another_scale_is_seen_on_either_side():
+    for balance in (3.1, 0.32):
+        assert raised(healthy(sync__sign_balance=balance)) == [("sampler_scale", 3)]
+    for balance in (2.9, 0.35):
+        assert raised(healthy(sync__sign_balance=balance)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("copies_z", 4.0), ("copies_frac", 0.01), ("verdict_lag_z", 5.0)]
+)
+def test_copies_are_seen_in_enough_groups(name, limit):
+    """The mean of three steps is above the limit from the second step with 1.6 times the limit on: (0 + 1.6 + 1.6) / 3 = 1.07."""
+    values = {f"rollout__{name}": [0.0] * 5 + [1.6 * limit] * 15}
+    assert raised(healthy(**values)) == [("copies", 7)]
+    assert raised(healthy(**values, rollout__prompts=15)) == []
+    assert raised(healthy(**{f"rollout__{name}": 0.9 * limit})) == []
+
+
 def test_of_several_only_the_cause_is_raised():
     """A policy without entropy has flat groups and a constant reward."""
     steps = healthy(

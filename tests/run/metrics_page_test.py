@@ -34,7 +34,7 @@ def explained():
 
 def general(name):
     """A metric as the page writes it: NAME, K and J in place of values of a configuration."""
-    name = re.sub(r"^reward/parts/.*", "reward/parts/NAME", name)
+    name = re.sub(r"^(reward/parts|update/ratio|update/step_rms)/.*", r"\1/NAME", name)
     name = re.sub(r"^eval/[^/]+/", "eval/NAME/", name)
     return re.sub(r"(avg|cons)@\d+", r"\1@K", re.sub(r"pass@\d+", "pass@J", name))
 
@@ -49,6 +49,12 @@ def logged(micro, run_micro, rows, even_sum, model, moe_model):
 
     # The clip is so narrow that the second update has tokens above it: without any, clipped_high_prob is left out.
     clipped = {"loss__clip_ratio_low": 1e-4, "loss__clip_ratio_high": 1e-4, "loss__kl_coef": 0.1}
+    # Weights in eight bits differ enough for the metrics of the mismatch's signs.
+    rounded = {
+        "loss__correction": "truncate",
+        "model__compute_dtype": "bfloat16",
+        "sampling__weight_dtype": "int8",
+    }
     taught = micro(
         steps=1,
         model__source=moe_model,
@@ -56,6 +62,7 @@ def logged(micro, run_micro, rows, even_sum, model, moe_model):
         guard__max_mismatch_kl=1.0,
         eval__every_steps=1,
         **clipped,
+        **rounded,
     )
     in_flight = micro(
         steps=1,

@@ -2,11 +2,20 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from dapo_jax.config import ConfigError, ModelConfig, TeacherConfig, TrainConfig, load_config, to_yaml
+from dapo_jax.config import (
+    ConfigError,
+    ModelConfig,
+    OptimizerConfig,
+    TeacherConfig,
+    TrainConfig,
+    load_config,
+    to_yaml,
+)
 from dapo_jax.run.run_dir import OF_A_RUN, check_run_dir, remove_run
 from dapo_jax.storage import path_of
 from dapo_jax.storage.locks import NAME
@@ -96,6 +105,31 @@ def test_resume_and_overwrite_exclude_each_other(make_run):
 
 def test_all_that_a_run_writes_may_be_removed(finished):
     assert {place.name for place in finished.run_dir.iterdir()} <= set(OF_A_RUN)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "began", "steps", "refused"),
+    [
+        ({}, 10, 20, False),
+        ({"schedule": "linear", "warmup_steps": 0}, 10, 10, False),
+        # Step 3 is saved. Without a warm-up, the rate decays from the first step.
+        ({"schedule": "linear", "warmup_steps": 0}, 10, 20, True),
+        # The last 4 of 10 steps decay: 6 steps are before them.
+        ({"schedule": "cosine", "warmup_steps": 0, "decay_steps": 4}, 10, 20, False),
+        # Of 6 steps, 2 are before the decay.
+        ({"schedule": "cosine", "warmup_steps": 0, "decay_steps": 4}, 10, 6, True),
+        ({"schedule": "cosine", "warmup_steps": 0, "decay_steps": 4}, 6, 10, True),
+    ],
+)
+def test_the_number_of_steps_may_change_before_the_learning_rate_decays(
+    schedule, began, steps, refused, make_run
+):
+    folder = make_run("run")
+    config = TrainConfig(run_dir=str(folder), steps=began, optimizer=OptimizerConfig(**schedule))
+    (folder / "config.yaml").write_text(to_yaml(config))
+    expected = pytest.raises(ConfigError, match=f"steps={steps}.* {began}") if refused else nullcontext()
+    with expected:
+        check_run_dir(path_of(folder), replace(config, steps=steps), resume=True, overwrite=False)
 
 
 def test_resume_of_a_misspelt_run_does_not_start_over(make_run, tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 from optax.contrib import muon
 
+from dapo_jax.config import OptimizerConfig
 from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.gated import GATED
 from dapo_jax.models.gated_delta import GatedDelta
@@ -18,7 +20,7 @@ from dapo_jax.models.presets import PRESETS, DecoderConfig, Experts, preset
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.optimizer import make_optimizer, scheduled_rate
 from dapo_jax.training.state import init_state, state_shardings
 
 CONFIG = tiny_decoder_config(layers=2, qkv_bias=True, qk_norm="head")
@@ -248,3 +250,53 @@ def test_a_router_is_a_matrix_of_muon():
     with jax.numpy_dtype_promotion("standard"):
         [change] = jax.tree.leaves(optimizer.update(gradient, optimizer.init(gradient), gradient)[0])
     np.testing.assert_allclose(change[0], [[-0.25041, 0, 0], [0, -0.38770, 0]], atol=1e-5)
+
+
+SCHEDULES = [
+    (schedule, warmup, decay, end)
+    for schedule, warmup, decay, end in product(
+        ("constant", "linear", "cosine"), (0, 3, 12), (0, 4), (0.0, 0.1)
+    )
+    if not (schedule == "constant" and (decay or end)) and warmup + decay <= 12
+]
+"""Settings that the configuration permits in a run of twelve steps."""
+
+
+@pytest.mark.parametrize(("schedule", "warmup", "decay", "end"), SCHEDULES)
+def test_a_schedule_is_a_warmup_times_the_schedule_of_optax(schedule, warmup, decay, end, x64):
+    """Twelve steps. With `decay`, only the last four decay."""
+    config = OptimizerConfig(schedule=schedule, warmup_steps=warmup, decay_steps=decay, end_factor=end)
+    span = decay or 12 - warmup
+    decaying = optax.constant_schedule(1.0)
+    if schedule == "linear":
+        decaying = optax.linear_schedule(1.0, end, span)
+    elif schedule == "cosine" and span:
+        decaying = optax.cosine_decay_schedule(1.0, span, end)
+    rising = optax.linear_schedule(0.0, 1.0, warmup) if warmup else optax.constant_schedule(1.0)
+    for step in range(1, 13):
+        expected = 3e-6 * rising(step) * decaying(max(step - 1 - (12 - span), 0))
+        assert 3e-6 * factor(config, step) == pytest.approx(float(expected), rel=1e-12)
+
+
+def factor(config, step):
+    """The share of the learning rate in a step of a run of twelve."""
+    return scheduled_rate(
+        1.0, step=step, steps=12, warmup_steps=config.warmup_steps, schedule=config.schedule,
+        steps_before_decay=config.steps_before_decay(12), end_factor=config.end_factor,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        # Steps 4 to 12 decay: 1 - (step - 4) / 9.
+        ({"schedule": "linear", "warmup_steps": 3}, {1: 1 / 3, 4: 1.0, 5: 8 / 9, 12: 1 / 9}),
+        # Step 12: 0.1 + 0.9 (1 + cos(8 pi / 9)) / 2 = 0.1271.
+        ({"schedule": "cosine", "warmup_steps": 3, "end_factor": 0.1}, {4: 1.0, 12: 0.1271383}),
+        ({"schedule": "linear", "warmup_steps": 2, "decay_steps": 4}, {1: 0.5, 9: 1.0, 10: 0.75, 12: 0.25}),
+        ({"schedule": "linear", "warmup_steps": 12}, {6: 0.5, 12: 1.0}),
+    ],
+)
+def test_a_step_has_the_rate_of_the_formula(schedule, rates):
+    config = OptimizerConfig(**schedule)
+    assert {step: factor(config, step) for step in rates} == pytest.approx(rates, abs=1e-7)

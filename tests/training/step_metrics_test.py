@@ -47,9 +47,18 @@ def collected(**changes):
 
 def test_sampled_and_trained_groups_are_counted_separately():
     """Sampled lengths 2, 4, 6, 8, 10, 10 (mean 40 / 6; the 95th percentile is between the two tens), rewards 1, -1,
-    0.75, 1, -2, -2 with mean -2.25 / 6 = -0.375 and mean square (1 + 1 + 0.5625 + 1 + 4 + 4) / 6 = 1.9271."""
-    assert rollout_metrics(collected(surplus=2, carry=[MIXED])) == pytest.approx(
+    0.75, 1, -2, -2 with mean -2.25 / 6 = -0.375 and mean square (1 + 1 + 0.5625 + 1 + 4 + 4) / 6 = 1.9271.
+
+    All tokens are equal and certain (Q = 1), so responses of equal lengths are equal: 5 of 6 are distinct, and one of each group is expected. The shares of equal pairs
+    minus Q are -1, -1 and 0: the mean -2/3 by the standard error sqrt(1/3) / sqrt(3). As many groups have no, one or two correct responses as with a = b = 1."""
+    found = rollout_metrics(collected(surplus=2, carry=[MIXED]))
+    assert found.pop("rollout/mixed_expected_frac") == pytest.approx(1 / 3, abs=2e-3)
+    assert found == pytest.approx(
         {
+            "rollout/distinct_frac": 5 / 6,
+            "rollout/distinct_expected_frac": 1 / 2,
+            "rollout/copies_frac": 0.0,
+            "rollout/copies_z": -2.0,
             "rollout/prompts": 3,
             "rollout/waves": 1,
             "rollout/trained_groups": 2,

@@ -133,6 +133,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 RANK = {"lora.rank": 4}
 TAUGHT = {"teacher.source": "model", "dynamic_sampling.enabled": False}
 NO_DECAY = {"optimizer.weight_decay": 0.0}
+LINEAR = {"optimizer.schedule": "linear", "optimizer.learning_rate": 1.0}
 FOUR = {"batch.prompts_per_step": 4, "dynamic_sampling.prompts_per_wave": 4}
 
 WATCHERS = [
@@ -299,6 +300,17 @@ WATCHERS = [
     watch("optimizer.name", moments_of_a_matrix, ("adamw", 2), ("muon", 1)),
     echoes("optimizer.learning_rate", rate(100), 1e-06, 0.5),
     watch("optimizer.warmup_steps", rate(5), (20, 0.25), (0, 1.0), also={"optimizer.learning_rate": 1.0}),
+    # Of 100 steps, 20 are the warm-up. Of the 80 that follow, 20 have passed before step 41, and 40 before step 61: (1 + cos(pi / 4)) / 2 = 0.8536.
+    watch(
+        "optimizer.schedule",
+        rate(41),
+        ("constant", 1.0),
+        ("linear", 0.75),
+        ("cosine", 0.8536),
+        also={"optimizer.learning_rate": 1.0},
+    ),
+    watch("optimizer.decay_steps", rate(91), (0, 0.125), (20, 0.5), also=LINEAR),
+    watch("optimizer.end_factor", rate(61), (0.0, 0.5), (0.2, 0.6), also=LINEAR),
     # Gradients 1 and 0. With b1 = 0.9, b2 = 0.999: the first moment is 0.9 x 0.1 / (1 - 0.81), the second 0.999 x 0.001 / (1 - 0.998001).
     watch("optimizer.beta1", change(1.0, 0.0), (0.9, [-0.6701]), (0.0, [0.0]), also=NO_DECAY),
     watch("optimizer.beta2", change(1.0, 0.0), (0.999, [-0.6701]), (0.5, [-0.8204]), also=NO_DECAY),
