@@ -574,7 +574,7 @@ class OneGroup(Mamba):
 
     def gated(self, layer, out, gate):
         gated = out * jax.nn.silu(gate)
-        mean = (gated * gated).mean((0, 1))
+        mean = (gated * gated).mean((0, 1), keepdims=True)
         return gated * jax.lax.rsqrt(mean + layer.config.norm_eps) * layer.mamba_norm[...][..., None]
 
 
