@@ -67,9 +67,7 @@ class Attention(Mixer):
             found["output_bias"] = Parameter(
                 shape=(embed,), axes=("features",), tensor="self_attn.o_proj.bias"
             )
-        for name, (axis, count) in of_inputs.items() if config.qk_norm != "none" else ():
-            if name == "value":
-                continue
+        for name, (axis, count) in list(of_inputs.items())[:2] if config.qk_norm != "none" else ():
             tensor = f"self_attn.{name[0]}_norm.weight"
             if config.qk_norm == "head":
                 found[f"{name}_norm"] = norm(config, dim, tensor=tensor)
