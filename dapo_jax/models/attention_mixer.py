@@ -93,8 +93,8 @@ class Attention(Mixer):
 
         def attend(query: Array, *own: Any, window: Array | None = None, shared: Any = ()) -> Any:
             key, value, *sinks = *shared, *own
-            how: dict[str, Any] = {"near": None if window is None else (window, rows.positions)}
-            how |= {"sinks": sinks[0]} if sinks else {}
+            near = None if window is None else (window, rows.positions)
+            how: dict[str, Any] = {"near": near, "sinks": sinks[0] if sinks else None}
             return rows.layout.attend(query, key, value, *segments, rows.dtype, **how, **same), (key, value)
 
         return attend
