@@ -67,9 +67,7 @@ class Attention(Mixer):
             found["output_bias"] = Parameter(
                 shape=(embed,), axes=("features",), tensor="self_attn.o_proj.bias"
             )
-        for name, (axis, count) in of_inputs.items() if config.qk_norm != "none" else ():
-            if name == "value":
-                continue
+        for name, (axis, count) in list(of_inputs.items())[:2] if config.qk_norm != "none" else ():
             tensor = f"self_attn.{name[0]}_norm.weight"
             if config.qk_norm == "head":
                 found[f"{name}_norm"] = norm(config, dim, tensor=tensor)
@@ -95,8 +93,8 @@ class Attention(Mixer):
 
         def attend(query: Array, *own: Any, window: Array | None = None, shared: Any = ()) -> Any:
             key, value, *sinks = *shared, *own
-            how: dict[str, Any] = {"near": None if window is None else (window, rows.positions)}
-            how |= {"sinks": sinks[0]} if sinks else {}
+            near = None if window is None else (window, rows.positions)
+            how: dict[str, Any] = {"near": near, "sinks": sinks[0] if sinks else None}
             return rows.layout.attend(query, key, value, *segments, rows.dtype, **how, **same), (key, value)
 
         return attend

@@ -144,6 +144,8 @@ def rope_settings(rope: Rope, reads: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
     if "partial_rotary_factor" in reads:
         settings["partial_rotary_factor"] = rope.share
+    if rope.proportional:
+        settings |= {"rope_type": "proportional", "partial_rotary_factor": rope.share}
     if rope.scaling is not None:
         ours = {**vars(rope.scaling), ORIGINAL_LENGTH: rope.scaling.original_max_positions}
         ours["truncate"] = None if rope.scaling.truncate else False

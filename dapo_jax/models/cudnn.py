@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from dapo_jax.models.attention import Sinks
+
 BATCH_TOKENS = 16_384
 """Maximum number of tokens in a batch, including padding. A sequence that is padded to more tokens forms a batch by itself."""
 
@@ -79,7 +81,7 @@ def packed_attention(
     *,
     rows: Packed | None = None,
     window: int = 0,
-    sinks: Float[Array, " heads"] | None = None,
+    sinks: Sinks = None,
     dtype: str,
 ) -> Float[Array, "heads head_dim batch seq"]:
     """Computes `attention.causal_attention` with cuDNN, in bfloat16 or float16. The result at padding is 0.
@@ -90,10 +92,8 @@ def packed_attention(
     q, k, v = (
         part.astype(dtype).transpose(2, 3, 0, 1).reshape(-1, *part.shape[:2]) for part in (query, key, value)
     )
-    out = _attention(window, query.shape[3], q, k, v, rows, sinks).reshape(
-        *segment_ids.shape, *query.shape[:2]
-    )
-    return out.transpose(2, 3, 0, 1).astype(query.dtype)
+    out = _attention(window, query.shape[3], q, k, v, rows, sinks)
+    return out.reshape(*segment_ids.shape, *query.shape[:2]).transpose(2, 3, 0, 1).astype(query.dtype)
 
 
 class _Batch(NamedTuple):
@@ -113,14 +113,12 @@ _ONCE: dict[str, Any] = {"mode": "drop", "unique_indices": True}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(
-    window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed, sinks: Array | None
-) -> Heads:
+def _attention(window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed, sinks: Sinks) -> Heads:
     return _forward(window, seq, q, k, v, rows, sinks)[0]
 
 
 def _forward(
-    window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed, sinks: Array | None
+    window: int, seq: int, q: Heads, k: Heads, v: Heads, rows: Packed, sinks: Sinks
 ) -> tuple[Heads, Any]:
     def add(batch: _Batch, before: tuple[Array, ...]) -> tuple[Array, ...]:
         some, log = attend(q[batch.token], k[batch.token], v[batch.token], batch.lengths, window)

@@ -183,11 +183,9 @@ def _full_sizes(
 def write(config: Any) -> dict[str, Any]:
     """Returns the keys of config.json that `read` reads, in both notations of transformers."""
     kinds = [NEAR if mixer.is_near else FULL for mixer in config.mixers]
-    full, (rope, near) = config.mixers[kinds.index(FULL)], config.ropes
+    full, hidden, experts = config.mixers[kinds.index(FULL)], config.mlps[0].dim, config.experts
     of_full = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
-    hidden, experts = config.mlps[0].dim, config.experts
     described = {
-        "layer_types": kinds,
         "global_head_dim": full.head_dim,
         "num_global_key_value_heads": full.kv_heads if full.keys_are_values else None,
         "per_layer_config": {str(layer): of_full for layer, kind in enumerate(kinds) if kind == FULL},
@@ -195,14 +193,9 @@ def write(config: Any) -> dict[str, Any]:
         "num_kv_shared_layers": sum(mixer.shares for mixer in config.mixers),
         "intermediate_size": hidden,
         "use_double_wide_mlp": config.mlps[-1].dim > hidden,
-        "rope_scaling": None,
-        "rope_parameters": {
-            FULL: {"rope_type": "proportional" if rope.proportional else "default", "rope_theta": rope.theta},
-            NEAR: {"rope_type": "default", "rope_theta": near.theta},
-        },
+        # These keys would describe one rotation of all layers.
+        **dict.fromkeys(("rope_scaling", "partial_rotary_factor")),
     }
-    if rope.proportional:
-        described["rope_parameters"][FULL]["partial_rotary_factor"] = rope.share
     if config.family == "gemma4_text":
         described |= {
             "hidden_size_per_layer_input": config.layer_embed_dim,

@@ -10,8 +10,6 @@ import numpy as np
 
 from dapo_jax.models.tensors import Cut, Shape
 
-STORED = {"U8": "uint8"}
-"""The numpy name of the type of these tensors in a safetensors file."""
 SUFFIXES = ("_blocks", "_scales")
 """The suffixes of the two tensors of a matrix: pairs of numbers [experts, outputs, inputs / 32, 16], and scales [experts, outputs, inputs / 32]."""
 

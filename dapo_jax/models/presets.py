@@ -104,16 +104,20 @@ class DecoderConfig(Architecture):
         number of periods. A stack has the layers of one kind in one segment."""
         # Layers that read different sources are not repeated. So a source is in an earlier segment than the layers that read it.
         sources = [source if source != layer else None for layer, source in enumerate(self.sources)]
-        left, found, used = list(zip(self.kinds, sources, strict=True)), [], Counter[str]()
+        layers, divided, found, used = list(zip(self.kinds, sources, strict=True)), [], [], Counter[str]()
+        left: Sequence[Any] = layers
         while left:
-            period, count = _longest_repetition(left)
+            divided.append(_longest_repetition(left))
+            left = left[len(divided[-1][0]) * divided[-1][1] :]
+        if set(sources) == {None} and all(len(set(period)) == 1 for period, _ in divided):
+            divided = [(layers, 1)]  # no period has layers of several kinds
+        for period, count in divided:
             names = dict[LayerKind, str]()
             for kind, _ in period:
                 if kind not in names:
                     used[kind.stack] += 1
                     names[kind] = kind.stack if used[kind.stack] == 1 else f"{kind.stack}_{used[kind.stack]}"
             found.append((tuple(names[kind] for kind, _ in period), count))
-            left = left[len(period) * count :]
         return tuple(found)
 
     @cached_property

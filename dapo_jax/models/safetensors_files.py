@@ -83,7 +83,7 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
             size, numbers = last - first, math.prod(shape)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"cannot read {path}: the header's entry of {name} is {entry!r:.200}") from error
-        kinds = STORED | mxfp4.STORED if name.endswith(mxfp4.SUFFIXES) else STORED
+        kinds = STORED | {"U8": "uint8"} if name.endswith(mxfp4.SUFFIXES) else STORED
         if code not in kinds:
             known = ", ".join(kinds)
             raise ValueError(f"{path}: {name} has type {code}, which is not supported (only {known})")

@@ -469,6 +469,7 @@ class _Part:
         self.shapes: Mapping[str, Shape] = {theirs: _file_shape(parameter)}
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
+        """Returns the part `cut` of the parameter. Only rows from the first to the last that are needed are read."""
         experts, (rows, *columns) = cut[: self._experts], cut[self._experts :]
         wanted = self._rows[rows]
         first, last = (int(wanted.min()), int(wanted.max())) if len(wanted) else (0, -1)

@@ -529,15 +529,12 @@ class DecoderEngine:
             news[index] = heads or news[index]
             return self._cache.extend(layer, steps[tables_of[index]], query, *news[index], **data)
 
-        held = [
-            dict(zip(config.layers_with(kind), of_kind, strict=True))
-            for kind, of_kind in ((Paged, state.layers), (Fixed, state.states))
-        ]
-        tables_of = dict(zip(held[0], self._tables, strict=True))
+        paged, fixed = map(config.layers_with, (Paged, Fixed))
+        states = dict(zip((*paged, *fixed), (*state.layers, *state.states), strict=True))
+        tables_of = dict(zip(paged, self._tables, strict=True))
         for index, weights in enumerate(params["layers"]):
             (stack, _), source = config.places[index], config.sources[index]
             mixer, form = config.stacks[stack].mixer, config.states[source]
-            states = held[isinstance(form, Fixed)]
             options = form.options if isinstance(form, Paged) else {}
             step = DecodingStep(states.get(source), drawing, partial(extend, source, **options))
             attend: Any = mixer and mixer.step(config, step, **config.data(index))
@@ -552,8 +549,8 @@ class DecoderEngine:
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
         logits = jnp.where(drawing[:, None], logits, state.logits)
-        layers, fixed = (tuple(states.values()) for states in held)
-        state = replace(state, layers=layers, logits=logits, states=fixed)
+        layers, fixed_states = (tuple(states[layer] for layer in of_kind) for of_kind in (paged, fixed))
+        state = replace(state, layers=layers, logits=logits, states=fixed_states)
         if self._routes is None:
             return state, None
         routes = jnp.where(drawing[:, None, None], jnp.stack(chosen, axis=1), NO_ROUTE)

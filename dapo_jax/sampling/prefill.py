@@ -103,6 +103,7 @@ class Prefill:
         self._handed = {
             name: mixer for name, mixer in mixers.items() if mixer and mixer in self._source.values()
         }
+        """The mixer of each stack whose keys and values other layers read. For rows, the programs of these stacks also return keys and values as they are."""
         self._states = dict(zip((name for name, _ in config.places), config.states, strict=True))
         rows = {name: over_heads(state, row) for name, state in self._states.items()}
         sharded = {

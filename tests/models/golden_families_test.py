@@ -574,7 +574,7 @@ class OneGroup(Mamba):
 
     def gated(self, layer, out, gate):
         gated = out * jax.nn.silu(gate)
-        mean = (gated * gated).mean((0, 1))
+        mean = (gated * gated).mean((0, 1), keepdims=True)
         return gated * jax.lax.rsqrt(mean + layer.config.norm_eps) * layer.mamba_norm[...][..., None]
 
 
@@ -814,18 +814,32 @@ def test_no_rule_can_be_replaced(name, replaced, monkeypatch):
     assert np.abs(found - logits)[ids].max() > 2.0
 
 
-def test_adapters_of_hybrids_have_the_names_of_peft(tmp_path):
-    """Files of Nemotron-H have the prefix `backbone`, and one adapter for each part of a layer."""
-    shape = lora_shape(rank=2, alpha=4.0, targets=["q_proj", "out_proj", "up_proj"])
-    config = replace(read_config(FOLDERS["nemotron_h"]), lora=shape)
+_SHARED, _SELF = "mlp.shared_expert.up_proj", "self_attn.q_proj"
+ADAPTED = {
+    "nemotron_h": ("backbone.layers.{}.mixer.", ["out_proj", "up_proj", "out_proj", "q_proj", "out_proj", "shared_experts.up_proj"]),
+    "qwen3_5_moe": ("model.layers.{}.", [*[f"linear_attn.out_proj,{_SHARED}"] * 3, f"{_SELF},{_SHARED}"]),
+    "qwen3_5_moe_wrapped": ("model.language_model.layers.{}.", [*[f"linear_attn.out_proj,{_SHARED}"] * 2, f"{_SELF},{_SHARED}"]),
+    "gpt_oss": ("model.layers.{}.", [_SELF] * 4),
+}  # fmt: skip
+"""The beginning of the names of a layer's adapters, and the adapted matrices of each layer. Routed experts have none."""
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_of_each_layer_have_the_names_of_peft(name, tmp_path):
+    begin, layers = ADAPTED[name]
+    targets = [each for each in ("q_proj", "out_proj", "up_proj") if any(each in layer for layer in layers)]
+    shape = lora_shape(rank=2, alpha=4.0, targets=targets)
+    config = replace(read_config(FOLDERS[name]), lora=shape)
     adapters, _ = parted(tiny_params(config))
-    save_adapter(tmp_path, config, adapters, base="nemotron_h")
+    save_adapter(tmp_path, config, adapters, base=name)
     found, file = read_adapter(tmp_path)
     assert found.shape == shape
     jax.tree.map(np.testing.assert_array_equal, place_adapters(config, file), adapters)
-    inside = {0: ("out_proj",), 1: ("up_proj",), 2: ("out_proj",), 3: ("q_proj",), 4: ("out_proj",), 5: ("shared_experts.up_proj",)}  # fmt: skip
-    names = {f"base_model.model.backbone.layers.{layer}.mixer.{name}" for layer, parts in inside.items() for name in parts}  # fmt: skip
-    assert {name.rpartition(".lora_")[0] for name in file.shapes} == names
+    names = {
+        begin.format(layer) + each for layer, matrices in enumerate(layers) for each in matrices.split(",")
+    }
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert {each.rpartition(".lora_")[0] for each in stored} == {f"base_model.model.{each}" for each in names}
     check_adapters(config)
 
 

@@ -1,6 +1,7 @@
 """The contract of a kind of layer: its name is in its own file and in the tables of families and presets, and in no other file."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,13 @@ def test_a_layer_may_have_a_mixer_or_an_mlp_alone():
     whole = set(LayerKind(ATTENTION, GATED).parameters(config))
     assert shapes["mixer"] | shapes["mlp"] == whole
     assert not shapes["mixer"] & shapes["mlp"]
+
+
+def test_layers_without_a_repeated_period_are_one_segment():
+    once = tiny_decoder_config(layers=4, mixers=(*[GatedDelta(2, 2, 4, 4)] * 3, ATTENTION))
+    names = (*["delta_blocks"] * 3, "blocks")
+    assert once.periods == ((names, 1),)
+    assert replace(once, layers=8, mixers=once.mixers * 2).periods == ((names, 2),)
 
 
 def test_each_kind_has_a_stack_of_its_own_and_layers_keep_their_order():

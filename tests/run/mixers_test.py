@@ -19,6 +19,7 @@ from dapo_jax.models.mamba import Mamba
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
 from dapo_jax.run.policy import Policy
+from dapo_jax.sampling.caches import PAGE_TOKENS
 from dapo_jax.testing import tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
 from tests.run.conftest import assert_same_responses, assert_synchronous
@@ -112,10 +113,10 @@ def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(small, resumed_at_eac
 
 
 @pytest.mark.slow
-def test_preempted_responses_are_read_again(small, run_micro, rows, flown):
+def test_preempted_responses_are_read_again(small, run_micro, rows, flown, monkeypatch):
     """With pages for a single sequence on each device."""
-    few = {"sampling__cache_tokens": 96, "sampling__page_tokens": 4}
-    assert_same_responses(run_micro(small(**FLIGHT | few), eval_rows=rows), flown)
+    monkeypatch.setitem(PAGE_TOKENS, "pages", 4)
+    assert_same_responses(run_micro(small(**FLIGHT, sampling__cache_tokens=96), eval_rows=rows), flown)
 
 
 @pytest.mark.slow
@@ -132,9 +133,12 @@ def test_episodes_are_trained_on_as_they_were_sampled(small, run_micro):
 def test_adapters_are_sampled_as_they_are_trained(weight_dtype, small, run_micro, rows, family):
     """In eight bits, the sampler has another policy."""
     targets = ["q_proj", "out_proj"] if family in RECURRENT else ["latent_attention", "mlp"]
-    changes = {"lora": LoraConfig(rank=2, alpha=8.0, targets=targets), "sampling__weight_dtype": weight_dtype}
-    changes |= {"loss__importance_range": [0.0, 2.0]} if weight_dtype else {}
-    lines = run_micro(small(steps=2, **changes), eval_rows=rows).metrics[1:]
+    lora = {
+        "loss__importance_range": [0.0, 2.0],
+        "lora": LoraConfig(rank=2, alpha=8.0, targets=targets),
+        "sampling__weight_dtype": weight_dtype,
+    }
+    lines = run_micro(small(steps=2, **lora), eval_rows=rows).metrics[1:]
     if weight_dtype:
         assert 1e-4 < max(line["sync/logprob_diff_max"] for line in lines) < 0.5
     else:

@@ -102,10 +102,11 @@ def test_slots_over_the_chips_exchange_only_sampled_tokens():
 
 
 @pytest.mark.slow
-def test_layers_with_and_without_a_window_are_in_one_program():
-    """Heads of 256, as in Gemma. Each kind of layer has its own pages, and all caches are updated in place. A window of 512 tokens is in up to 5 pages of 128, and the
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_layers_with_and_without_a_window_are_in_one_program(head_dim):
+    """Heads of 256, as in Gemma, and of 512, as in the layers without a window of Gemma 4. Each kind of layer has its own pages, and all caches are updated in place. A window of 512 tokens is in up to 5 pages of 128, and the
     16 tokens of a call may begin another one."""
-    program, layer = compiled(data=4, head_dim=256, windows=(512, 0))
+    program, layer = compiled(data=4, head_dim=head_dim, windows=(512, 0))
     assert not moved(program)
     assert_in_place(program, layer, layer + layer * 6 * 128 // CAPACITY)
 
