@@ -214,7 +214,6 @@ def test_the_command_compiles_and_sweeps(file, capsys):
         ("dapo_qwen2.5_7b", "v6e-64", (2000, 1500)),
         ("dapo_qwen2.5_32b", "v5p-256", (5000, 4000)),
         ("gsm8k_gemma3_1b", "v5litepod-4", (300, 200)),
-        ("gsm8k_gemma4_e4b", "v5litepod-8", (300, 200)),
         ("gsm8k_qwen3.5_0.8b", "v6e-4", (300, 200)),
     ],
 )

@@ -78,7 +78,8 @@ def test_layers_that_read_the_keys_of_earlier_layers_have_no_cache():
         "sampling.max_response_tokens=7680",
         "batch.row_tokens=8192",
         "parallel.fsdp=1",
-        "parallel.sampler_tensor=1",
+        "parallel.tensor=1",
+        "batch.rows_per_microbatch=4",
     ]
     made = plan(load_config(CONFIGS / "gsm8k_gemma4_e4b.yaml", changes))
     assert made.response_bytes == (8192 * 16 + 10 * 64 * 40) * 1024
