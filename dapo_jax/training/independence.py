@@ -23,7 +23,7 @@ def independence_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Computes how many responses of the groups are equal, and how many groups have both verdicts, each with its expectation for independent responses.
 
     With Q_i = exp(sum of the log-probabilities of response i), two responses are equal with probability E[Q], and G responses have E[(1 - (1 - Q)^G) / Q] distinct ones.
-    Responses are equal if all of their tokens are the same. Groups must have the same size. Metrics whose statistics need more groups or responses are omitted.
+    Responses are equal if all of their tokens are the same. Without two responses in each group, there are no metrics.
 
     Returns:
         `rollout/distinct_frac` and `rollout/distinct_expected_frac`: number of distinct responses by number of responses, and its expectation.
@@ -47,8 +47,6 @@ def independence_metrics(groups: Sequence[Group]) -> dict[str, float]:
     equal_pairs = (same.sum(axis=(1, 2)) - size) / (size * (size - 1))
     with np.errstate(divide="ignore", invalid="ignore"):
         distinct = np.where(chance < 1e-12, size, -np.expm1(size * np.log1p(-chance)) / chance)
-    lags = [abs(z) for of_distance in _lags(verdicts) if (z := _in_standard_errors(of_distance)) is not None]
-    of_pairs = _in_standard_errors(equal_pairs - chance.mean(axis=1))
     correct = Counter(
         (int(of[~copied].sum()), int((~copied).sum())) for of, copied in zip(verdicts, copies, strict=True)
     )
@@ -56,16 +54,18 @@ def independence_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/distinct_frac": 1.0 - float(repeats.mean()),
         "rollout/distinct_expected_frac": float(distinct.mean() / size),
         "rollout/copies_frac": float(copies.mean()),
-        **({} if of_pairs is None else {"rollout/copies_z": of_pairs}),
+        "rollout/copies_z": _in_standard_errors(equal_pairs - chance.mean(axis=1)),
         "rollout/mixed_expected_frac": _expected_mixed(correct, size),
-        **({"rollout/verdict_lag_z": max(lags)} if lags else {}),
+        "rollout/verdict_lag_z": max(
+            abs(_in_standard_errors(of_distance)) for of_distance in _lags(verdicts)
+        ),
     }
 
 
-def _in_standard_errors(of_groups: Float[np.ndarray, " groups"]) -> float | None:
-    """Returns the mean over groups in standard errors, or None if the groups do not differ."""
+def _in_standard_errors(of_groups: Float[np.ndarray, " groups"]) -> float:
+    """Returns the mean over groups in standard errors, or 0 if the groups do not differ."""
     spread = of_groups.std(ddof=1) if len(of_groups) > 1 else 0.0
-    return float(of_groups.mean() / spread * math.sqrt(len(of_groups))) if spread else None
+    return float(of_groups.mean() / spread * math.sqrt(len(of_groups))) if spread > 1e-12 else 0.0
 
 
 def _lags(verdicts: Bool[np.ndarray, "groups size"]) -> list[Float[np.ndarray, " groups"]]:

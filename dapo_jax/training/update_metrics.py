@@ -15,6 +15,9 @@ from dapo_jax.models.parameters import is_float32
 LEAST_MISMATCH = 1e-4
 """Mean difference of log-probabilities in nats. Below it, most differences are exactly 0, and the signs of the others are noise."""
 
+LEAST_DIFFERENCE = 1e-5
+"""Smallest difference of the log-probabilities of a token, in nats, whose sign counts. Sums of float32 in another order differ by less."""
+
 _BALANCE = "sync/sign_balance"
 _NEGATIVE, _POSITIVE = f"{_BALANCE}_negative", f"{_BALANCE}_positive"
 _STEP = "update/step_rms"
@@ -39,7 +42,10 @@ def mismatch_metrics(
     size = jnp.where(mask & first, jnp.abs(advantages), 0.0)
 
     def balance(counted: Bool[Array, "rows seq"] | bool) -> Mean:
-        below, above = (jnp.where(side & counted, size, 0.0).sum() for side in (delta < 0, delta > 0))
+        below, above = (
+            jnp.where(side & counted, size, 0.0).sum()
+            for side in (delta < -LEAST_DIFFERENCE, delta > LEAST_DIFFERENCE)
+        )
         return Mean(below, above, rare=True)
 
     return {

@@ -27,7 +27,8 @@ def test_every_step_that_samples_logs_the_same_metrics(finished):
     """`metrics_page_test.py` compares them with docs/metrics.md. A step with enough carried groups does not sample."""
     lines = read_metrics(finished.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    sometimes = re.compile("eval|clipped_high_prob")  # only with an evaluation, and with clipped tokens
+    # Only with an evaluation, with clipped tokens, and with tokens of earlier weights.
+    sometimes = re.compile("eval|clipped_high_prob|sign_balance|advantage_association")
     names = [
         ({name for name in line if not sometimes.search(name)}, line["rollout/prompts"] > 0)
         for line in lines[1:]

@@ -59,6 +59,7 @@ def test_sampled_and_trained_groups_are_counted_separately():
             "rollout/distinct_expected_frac": 1 / 2,
             "rollout/copies_frac": 0.0,
             "rollout/copies_z": -2.0,
+            "rollout/verdict_lag_z": 0.0,
             "rollout/prompts": 3,
             "rollout/waves": 1,
             "rollout/trained_groups": 2,

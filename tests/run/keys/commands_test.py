@@ -65,7 +65,11 @@ def score(config):
             SftConfig,
             warm_start,
             SFT,
-            [{}, {**GRADERS, "lora.rank": 2, "steps": 0}, {"model.source": "hf:org/name", "steps": 0}],
+            [
+                {"optimizer.schedule": "linear"},
+                {**GRADERS, "lora.rank": 2, "steps": 0},
+                {"model.source": "hf:org/name", "steps": 0},
+            ],
         ),
         (EvaluateConfig, score, EVALUATE, [{}, GRADERS, {**GUESS, "workers.count": 1}]),
     ],

@@ -99,8 +99,8 @@ def change(*gradients):
 
 
 def rate(step):
-    """Sees the learning rate of a step."""
-    return lambda look: look.run().learning_rate(step)
+    """Sees the learning rate of a step, to four digits."""
+    return lambda look: float(f"{look.run().learning_rate(step):.4g}")
 
 
 def moments(look):
@@ -133,7 +133,8 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 RANK = {"lora.rank": 4}
 TAUGHT = {"teacher.source": "model", "dynamic_sampling.enabled": False}
 NO_DECAY = {"optimizer.weight_decay": 0.0}
-LINEAR = {"optimizer.schedule": "linear", "optimizer.learning_rate": 1.0}
+SCHEDULED = {"steps": 100, "optimizer.learning_rate": 1.0}
+LINEAR = {"optimizer.schedule": "linear", **SCHEDULED}
 FOUR = {"batch.prompts_per_step": 4, "dynamic_sampling.prompts_per_wave": 4}
 
 WATCHERS = [
@@ -307,7 +308,7 @@ WATCHERS = [
         ("constant", 1.0),
         ("linear", 0.75),
         ("cosine", 0.8536),
-        also={"optimizer.learning_rate": 1.0},
+        also=SCHEDULED,
     ),
     watch("optimizer.decay_steps", rate(91), (0, 0.125), (20, 0.5), also=LINEAR),
     watch("optimizer.end_factor", rate(61), (0.0, 0.5), (0.2, 0.6), also=LINEAR),
