@@ -74,7 +74,7 @@ def with_association(scalars: Mapping[str, float]) -> dict[str, float]:
 
 
 def change_metrics(
-    old: nnx.State, new: nnx.State, changes: nnx.State, learning_rate: Float[Array, ""], *, stored: Any
+    old: nnx.State, new: nnx.State, changes: Any, learning_rate: Float[Array, ""], *, stored: Any
 ) -> dict[str, Metric]:
     """Returns how far an update changes the weights.
 
