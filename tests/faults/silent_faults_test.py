@@ -64,9 +64,11 @@ def lost_gradient(monkeypatch):
 
     def applied(self, state, sums, learning_rate):
         grads, loss = sums
-        lost = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf * ("down" not in jax.tree_util.keystr(path)), grads
-        )
+
+        def without(path, leaf):
+            return jnp.zeros_like(leaf) if "down" in jax.tree_util.keystr(path) else leaf
+
+        lost = jax.tree_util.tree_map_with_path(without, grads)
         return plain(self, state, (lost, loss), learning_rate)
 
     monkeypatch.setattr(update.Updater, "_apply_program", applied)
