@@ -78,7 +78,7 @@ def test_layers_that_read_the_keys_of_earlier_layers_have_no_cache():
         "sampling.max_response_tokens=7680",
         "batch.row_tokens=8192",
         "parallel.fsdp=1",
-        "parallel.tensor=1",
+        "parallel.sampler_tensor=1",
         "batch.rows_per_microbatch=4",
     ]
     made = plan(load_config(CONFIGS / "gsm8k_gemma4_e4b_lora.yaml", changes))
@@ -89,7 +89,13 @@ def test_layers_that_read_the_keys_of_earlier_layers_have_no_cache():
 
 def test_the_table_with_embeddings_of_the_layers_is_split_over_the_devices_of_a_sampler():
     """Gemma 4 E4B on 8 devices: rows of the table over tensor 2, columns over data 4. Three kinds of small matrices are whole, and norms and factors are in float32."""
-    changes = ["lora.rank=0", "parallel.fsdp=4", "parallel.tensor=2", "batch.rows_per_microbatch=4"]
+    mesh = [
+        "parallel.fsdp=4",
+        "parallel.tensor=2",
+        "parallel.sampler_tensor=2",
+        "batch.rows_per_microbatch=4",
+    ]
+    changes = ["lora.rank=0", *mesh]
     made = plan(load_config(CONFIGS / "gsm8k_gemma4_e4b_lora.yaml", changes))
     table, whole = 262_144 * 42 * 256, 2560 * 42 * 3 * 256
     in_float32 = 42 * (5 * 2560 + 1) + 35 * 256 + 7 * 512 + 20 * 256 + 4 * 512 + 2560 + 256
