@@ -6,6 +6,7 @@ import ipaddress
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -33,7 +34,54 @@ _ANSWERS = web.RequestKey("answers", list)
 _MORE_CONNECTIONS = 320
 """Number of connections allowed in addition to one per response, so that a server with a full queue can still answer new requests with an error."""
 
+_METRICS = {
+    "requests_total": ("counter", "Requests by HTTP status."),
+    "prompt_tokens_total": ("counter", "Tokens of the prompts."),
+    "sampled_tokens_total": ("counter", "Sampled tokens."),
+    "request_seconds": ("histogram", "Seconds from a request to the end of its answer."),
+    "responses_running": ("gauge", "Responses that are being sampled."),
+    "responses_waiting": ("gauge", "Responses that wait for a slot."),
+    "cache_used_ratio": ("gauge", "Share of the pages of the KV cache in use, from 0 to 1."),
+    "weights_version": ("gauge", "Training step of the weights."),
+}
+"""The metrics of `GET /metrics`, each with its Prometheus type and its meaning. Their names begin with `dapo_jax_`."""
+_WITHIN_S = ("0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0", "25.0", "50.0", "100.0", "+Inf")
+"""Upper bounds of the histogram's buckets, in seconds."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Counts:
+    """Counts the requests since the start of the server, for `GET /metrics`."""
+
+    def __init__(self) -> None:
+        sums = (
+            "prompt_tokens_total",
+            "sampled_tokens_total",
+            *map(_bucket, _WITHIN_S),
+            "request_seconds_sum",
+        )
+        self._samples = Counter[str](dict.fromkeys((*sums, "request_seconds_count"), 0))
+
+    def add(self, status: str, prompt_tokens: int, sampled_tokens: int, seconds: float) -> None:
+        """Adds one request."""
+        self._samples.update([f'requests_total{{status="{status}"}}', "request_seconds_count"])
+        self._samples.update(_bucket(bound) for bound in _WITHIN_S if seconds <= float(bound))
+        self._samples["prompt_tokens_total"] += prompt_tokens
+        self._samples["sampled_tokens_total"] += sampled_tokens
+        self._samples["request_seconds_sum"] += seconds
+
+    def exposition(self, gauges: Mapping[str, float | int]) -> str:
+        """Returns the counts and these gauges in Prometheus' text format 0.0.4."""
+        samples, lines = {**self._samples, **gauges}, list[str]()
+        for name, (kind, meaning) in _METRICS.items():
+            lines += [f"# HELP dapo_jax_{name} {meaning}", f"# TYPE dapo_jax_{name} {kind}"]
+            lines += [f"dapo_jax_{key} {value}" for key, value in samples.items() if key.startswith(name)]
+        return "\n".join(lines) + "\n"
+
+
+def _bucket(bound: str) -> str:
+    return f'request_seconds_bucket{{le="{bound}"}}'
 
 
 class GenerateAnswer:
@@ -180,6 +228,7 @@ class HttpServer(ServerThread):
         super().__init__(host, port)
         self._requests, self._limits, self._say, self._api_key = requests, limits, say, api_key.encode()
         self._created, self._stopping = int(time.time()), False
+        self._counts = Counts()
         self._connections = Connections(
             limits.most_responses + _MORE_CONNECTIONS,
             lambda status, reason: _error(_own_failure() if status >= 500 else _malformed(reason, status)),
@@ -194,6 +243,7 @@ class HttpServer(ServerThread):
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         # If a client disconnects, aiohttp cancels the request's handler, which then cancels the request's responses.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=GRACE_S)
         await self._runner.setup()
@@ -215,7 +265,7 @@ class HttpServer(ServerThread):
 
     @web.middleware
     async def _logged(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Writes a line with the request, the status, the tokens of the prompt and of the responses, and the seconds to standard error."""
+        """Counts a request. Writes a line with the request, the status, the tokens of the prompt and of the responses, and the seconds to standard error."""
         began, status = time.monotonic(), "disconnected"
         try:
             response = await handler(request)
@@ -223,10 +273,13 @@ class HttpServer(ServerThread):
             return response
         finally:
             usages = [answer.usage() for answer in request.get(_ANSWERS, ())]
-            tokens = "+".join(
-                str(sum(usage[kind] for usage in usages)) for kind in ("prompt_tokens", "completion_tokens")
+            prompt, sampled_tokens = (
+                sum(usage[kind] for usage in usages) for kind in ("prompt_tokens", "completion_tokens")
             )
-            line = f"{_named(request)} {status} {tokens} tokens {time.monotonic() - began:.2f} s"
+            seconds = time.monotonic() - began
+            if request.path not in ("/health", "/metrics"):  # monitoring polls these routes
+                self._counts.add(status, prompt, sampled_tokens, seconds)
+            line = f"{_named(request)} {status} {prompt}+{sampled_tokens} tokens {seconds:.2f} s"
             print(line, file=sys.stderr, flush=True)
 
     @web.middleware
@@ -283,7 +336,7 @@ class HttpServer(ServerThread):
         if error.status in (404, 405):
             return RequestError(
                 f"{visible(request.method[:20])} {visible(request.path[:80])} does not exist; the server has "
-                "POST /inference/v1/generate, POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health",
+                "POST /inference/v1/generate, POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /metrics and GET /health",
                 status=error.status, code="not_found" if error.status == 404 else "method_not_allowed",
             )  # fmt: skip
         return RequestError(error.reason, status=error.status)
@@ -292,6 +345,10 @@ class HttpServer(ServerThread):
         if self._stopping or self._requests.ended.is_set():
             raise stopping()
         return _json({"status": "ok", "weights_version": self._requests.version})
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=self._counts.exposition(self._requests.load()).encode(), headers=headers)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         prompt, response = self._limits.max_prompt_tokens, self._limits.max_response_tokens

@@ -112,6 +112,15 @@ class RequestLoop:
         with self._changed:
             return sum(len(served.requests) for served in [*self._new, *self._unscored]) + len(self._running)
 
+    def load(self) -> dict[str, float | int]:
+        """Returns the current load under the names of Prometheus' metrics (`http_server`). Any thread may call this."""
+        slots, under_way = self._loop.slots, self.under_way
+        sizes, running = slots.pages.sizes, min(slots.live, under_way)
+        free = sum(slots.pages.free(pool) for pool in range(sizes.pools)) / (sizes.pools * sizes.pool_pages)
+        waiting = under_way - running
+        gauges = {"responses_running": running, "responses_waiting": waiting, "cache_used_ratio": 1 - free}
+        return {**gauges, "weights_version": self.version}
+
     def submit(
         self, prompt: Int[np.ndarray, " prompt"], options: OwnOptions, *, count: int, max_tokens: int, listener: Listener,
         streams: bool = False, scores: bool = False,

@@ -661,6 +661,57 @@ def test_a_request_that_is_not_http_gets_400_and_is_not_logged(address, caplog):
     assert not caplog.records
 
 
+def samples(address):
+    """The samples of `/metrics` by name and labels, without the prefix."""
+    answered = ask(address, "/metrics")
+    assert answered.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    lines = answered.content.decode().splitlines()
+    pairs = [line.removeprefix("dapo_jax_").split(" ") for line in lines if not line.startswith("#")]
+    return {name: float(value) for name, value in pairs}
+
+
+def test_prometheus_reads_the_counts_of_requests_and_the_load(loop):
+    """With Prometheus' own parser, if it is installed. 20 responses in 8 slots: 12 wait."""
+    with serving(loop) as server:
+        address = server.address
+        answered = [generate(address, PROMPTS[1], n=2), generate(address, PROMPTS[3], seed=1)]
+        assert ask(address, GENERATE, {"token_ids": []}).status == 400
+        assert ask(address, "/health").status == 200
+        found = samples(address)
+        assert (found['requests_total{status="200"}'], found['requests_total{status="400"}']) == (2, 1)
+        assert found["prompt_tokens_total"] == len(PROMPTS[1]) + len(PROMPTS[3])
+        assert found["sampled_tokens_total"] == sum(
+            len(ids) for choices in answered for ids in tokens(choices)
+        )
+        buckets = [value for name, value in found.items() if name.startswith("request_seconds_bucket")]
+        assert buckets == sorted(buckets)
+        assert (
+            buckets[-1] == found['request_seconds_bucket{le="+Inf"}'] == found["request_seconds_count"] == 3
+        )
+        assert 0 < found["request_seconds_sum"] < 3 * 250
+        idle = {"responses_running": 0, "responses_waiting": 0, "cache_used_ratio": 0, "weights_version": 5}
+        assert {name: found[name] for name in idle} == idle
+        held = Event()
+        with before_calls(lambda: held.wait(60)):
+            running = left_alone(address, GENERATE, params(n=20, seed=1))
+            try:
+                until(lambda: samples(address)["responses_running"] == SLOTS, "the slots")
+                found = samples(address)
+            finally:
+                held.set()
+        assert found["responses_waiting"] == 20 - SLOTS
+        assert 0 < found["cache_used_ratio"] <= 1
+        running.close()
+        until(lambda: loop.under_way == 0, "the slots")
+        assert samples(address)["cache_used_ratio"] == 0
+        parser = pytest.importorskip("prometheus_client.parser")
+        families = {f.name: f for f in parser.text_string_to_metric_families(ask(address, "/metrics").content.decode())}  # fmt: skip
+    kinds = {name: family.type for name, family in families.items()}
+    assert (kinds["dapo_jax_requests"], kinds["dapo_jax_request_seconds"]) == ("counter", "histogram")
+    assert sum(sample.value for sample in families["dapo_jax_requests"].samples) >= 4
+    assert all(name.startswith("dapo_jax_") for name in kinds)
+
+
 def test_loopback_addresses_are_recognized():
     assert all(map(is_loopback, ("127.0.0.1", "127.9.0.1", "localhost", "[::1]", "::1")))
     assert not any(
