@@ -44,7 +44,7 @@ DEFAULTS = {
 class Gemma4Mlp(Gated):
     """An MLP, experts next to it if there are any, the layer's own embeddings if there are any, and a factor of the residual stream."""
 
-    beside: Experts | None = None
+    experts: Experts | None = None
     """The experts next to the MLP. `Architecture.mlp_dim` is the number of hidden features of each, and `dim` the number of the MLP."""
 
     def parameters(self, config: Architecture) -> dict[str, Parameter]:
@@ -71,10 +71,6 @@ class Gemma4Mlp(Gated):
         return found
 
     @property
-    def experts(self) -> Experts | None:
-        return self.beside
-
-    @property
     def prefix(self) -> str:
         return "shared_" if self.experts else ""
 
@@ -99,9 +95,6 @@ class Gemma4Mlp(Gated):
             gate = ACTIVATIONS[config.activation](layer.project(("layer_gate",), x)[0])
             x = x + layer.normed("layer_out_norm", layer.project(("layer_output",), gate * inputs)[0])
         return x * jax.lax.stop_gradient(layer.layer_scalar[...])[:, None], own
-
-    def used(self, tokens: int | float) -> int | float:
-        return self.experts.used(tokens) if self.experts else 1.0
 
 
 def read(values: Mapping[str, Any], sizes: Mapping[str, Any], where: object) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import causal_attention, part_attention
 from dapo_jax.models.layer_kinds import Attend, DecodingStep, Mixer, Paged, PrefillPart, TrainingRows
 from dapo_jax.models.parameters import Parameter, norm
-from dapo_jax.models.projections import Projections, rms_norm, rotary, with_offset
+from dapo_jax.models.projections import Projections, rotary
 from dapo_jax.models.rope import RopeTables
 from dapo_jax.numerics.precision import product
 from dapo_jax.numerics.quantization import Quantized
@@ -94,11 +94,11 @@ class LatentAttention(Mixer):
     ) -> tuple[Float[Array, "features tokens"], Any]:
         query, latent = layer.project(("query_latent" if self.query_rank else "query", "latent"), x)
         if self.query_rank:
-            (query,) = layer.project(("query",), self._normed(layer, "query_latent_norm", query))
+            (query,) = layer.project(("query",), layer.normed("query_latent_norm", query, self.norm_eps))
         plain, turned = jnp.split(query, [self.plain_dim], axis=1)
         latent, key = jnp.split(latent, [self.rank])
         query = jnp.concatenate([plain, self._rotated(turned, rope)], axis=1) * self._scale(layer.config)
-        latent = self._normed(layer, "latent_norm", latent)[None]
+        latent = layer.normed("latent_norm", latent, self.norm_eps)[None]
         out, kept = attend(layer, query, jnp.concatenate([latent, self._rotated(key[None], rope)], axis=1))
         return out.reshape(-1, out.shape[2]), kept
 
@@ -107,9 +107,6 @@ class LatentAttention(Mixer):
         scaling = config.ropes[0].scaling if config.ropes[0] else None
         growth = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0 if scaling else 1.0
         return self.key_dim**-0.5 * growth**2
-
-    def _normed(self, layer: Projections, name: str, x: Float[Array, "dim tokens"]) -> Array:
-        return rms_norm(x, with_offset(layer.config, getattr(layer, name)[...]), self.norm_eps)
 
     def _rotated(self, x: Float[Array, "heads rotated_dim tokens"], rope: RopeTables) -> Array:
         """Rotates pairs of the dimensions 2i and 2i + 1. The results have another order, which is the same for queries and keys."""

@@ -37,7 +37,7 @@ def _mlps(values: Mapping[str, Any], fields: Mapping[str, Any], where: object) -
         raise ValueError(
             f"{where}: first_k_dense_replace is {first!r}; it must be from 0 to the number of layers, {layers}"
         )
-    kinds = values["mlp_layer_types"] or _dense_first(first, layers)
+    kinds = values["mlp_layer_types"] or ["dense"] * first + ["sparse"] * (layers - first)
     if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
         raise ValueError(
             f"{where}: mlp_layer_types={kinds!r} must have 'dense' or 'sparse' for each of {layers} layers"
@@ -50,10 +50,6 @@ def _mlps(values: Mapping[str, Any], fields: Mapping[str, Any], where: object) -
     return {"mlps": tuple(experts if kind == "sparse" else dense for kind in kinds)}
 
 
-def _dense_first(first: int, layers: int) -> list[str]:
-    return ["dense"] * first + ["sparse"] * (layers - first)
-
-
 def _mlp_keys(config: Any) -> dict[str, Any]:
     """Returns the keys that `_mlps` reads."""
     kinds = ["sparse" if isinstance(mlp, Experts) else "dense" for mlp in config.mlps]
@@ -64,7 +60,7 @@ def _mlp_keys(config: Any) -> dict[str, Any]:
         "intermediate_size": dense[0] if dense else config.mlp_dim,
         "mlp_layer_types": kinds,
     }
-    return described | ({"first_k_dense_replace": first} if kinds == _dense_first(first, len(kinds)) else {})
+    return described | ({} if "dense" in kinds[first:] else {"first_k_dense_replace": first})
 
 
 def _read(values: Mapping[str, Any], fields: Mapping[str, Any], where: object) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class Mlp(ABC):
 
     def used(self, tokens: int | float) -> int | float:
         """Returns the share of the parameters with the axis `experts` that `tokens` tokens use."""
-        return 1.0
+        return self.experts.used(tokens) if self.experts else 1.0
 
 
 @dataclass(frozen=True)

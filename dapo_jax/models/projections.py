@@ -79,9 +79,12 @@ class Projections(nnx.Module):
         """Returns the bias of the matrix `name`, with a dimension for tokens."""
         return rounded(getattr(self, f"{name}_bias")[...], self.compute_dtype)[..., None]
 
-    def normed(self, name: str, x: Float[Array, "features tokens"]) -> Float[Array, "features tokens"]:
-        """Applies the norm `name` to features."""
-        return rms_norm(x, with_offset(self.config, getattr(self, name)[...]), self.config.norm_eps)
+    def normed(
+        self, name: str, x: Float[Array, "features tokens"], eps: float | None = None
+    ) -> Float[Array, "features tokens"]:
+        """Applies the norm `name` to features. Its epsilon is `eps`, or `Architecture.norm_eps`."""
+        eps = self.config.norm_eps if eps is None else eps
+        return rms_norm(x, with_offset(self.config, getattr(self, name)[...]), eps)
 
     def project(self, names: Sequence[str], x: Float[Array, "inputs tokens"]) -> list[Array]:
         """Multiplies `x` by the weights `names`, and adds the contribution of their adapters. The weights may be joined.

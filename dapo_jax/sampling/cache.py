@@ -168,10 +168,11 @@ def extend(
     window: int = 0,
     cap: float | None = None,
     value_dim: int | None = None,
+    appends: bool = True,
 ) -> tuple[Outputs, LayerCache]:
     """Appends one token to each slot and computes attention. The query of a live slot attends to all of its tokens, including the new one, or to the last
     `window` tokens if it is above 0. `cap` caps the scores (see `dapo_jax.numerics.precision.capped`). `sinks` are as in `dapo_jax.models.attention`.
-    If `value_dim` is given, there are no values (see `Paged`)."""
+    If `value_dim` is given, there are no values (see `Paged`). If `appends` is False, the cache already has the token, because a layer before this one appended it."""
 
     def append(into: Any, new: Any, axis: int) -> Any:
         if into is None:
@@ -182,10 +183,11 @@ def extend(
 
         return jax.vmap(one_slot, in_axes=(0, -1, 0))(into, new.astype(into.dtype), now.lengths)
 
-    grown = LayerCache(append(cache.keys, key, 2), append(cache.values, value, 1))
+    if appends:
+        cache = LayerCache(append(cache.keys, key, 2), append(cache.values, value, 1))
     counts = (now.lengths + 1) * now.live.astype(jnp.int32)
     how: dict[str, Any] = {"window": window, "cap": cap, "sinks": sinks, "value_dim": value_dim}
-    return cached_attention(query, grown.keys, grown.values, counts, **how), grown
+    return cached_attention(query, cache.keys, cache.values, counts, **how), cache
 
 
 DENSE = Cache(empty=empty, of_rows=of_rows, fill=fill, reading=partial(CacheStep, page=()), extend=extend)

@@ -525,9 +525,10 @@ class DecoderEngine:
             index: int, layer: Any, query: Array, *heads: Array | None, **data: int
         ) -> tuple[Array, Any]:
             # Kernels attend to the new token before it is in the cache. So a layer that reads the cache of an earlier layer gets that layer's new keys and
-            # values. It writes them again, which changes nothing.
+            # values, but does not write them again.
             news[index] = heads or news[index]
-            return self._cache.extend(layer, steps[tables_of[index]], query, *news[index], **data)
+            now = steps[tables_of[index]]
+            return self._cache.extend(layer, now, query, *news[index], **data, appends=bool(heads))
 
         paged, fixed = map(config.layers_with, (Paged, Fixed))
         states = dict(zip((*paged, *fixed), (*state.layers, *state.states), strict=True))

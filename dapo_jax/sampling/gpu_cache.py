@@ -89,6 +89,7 @@ def extend(
     dtype: str,
     window: int = 0,
     cap: float | None = None,
+    appends: bool = True,
     interpret: bool = False,
 ) -> tuple[Queries, LayerCache]:
     """Implements `paged_cache.extend`. Tokens before a window are not read. Products are computed in `dtype` and summed in float32. Raises ValueError if
@@ -113,17 +114,17 @@ def extend(
     results = (
         jax.ShapeDtypeStruct((parts, *scaled.shape), dtype if parts == 1 else jnp.float32),
         jax.ShapeDtypeStruct((parts, *scaled.shape[:-1]), jnp.float32),
-        jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), cache),
+        jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), cache) if appends else (),
     )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    pools = len(jax.tree.leaves(cache))
+    pools, grown_pools = len(jax.tree.leaves(cache)), len(jax.tree.leaves(results[2]))
     attended, sizes, grown = pl.pallas_call(
         partial(_kernel, block=block, width=width, window=window, cap=cap),
         grid=(kv_heads, slots, parts),
         in_specs=jax.tree.map(lambda _: anywhere, arguments),
         out_specs=jax.tree.map(lambda _: anywhere, results),
         out_shape=results,
-        input_output_aliases={3 + pools // 2 + index: 2 + index for index in range(pools)},
+        input_output_aliases={3 + pools // 2 + index: 2 + index for index in range(grown_pools)},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="extend",
@@ -136,7 +137,7 @@ def extend(
         total = jax.nn.logsumexp(sizes, axis=0)
         shares = jax.nn.sigmoid(total - sinks.reshape(total.shape[1:])[None])
         attended = (attended.astype(jnp.float32) * shares[None, ..., None]).astype(dtype)
-    return attended[0].transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), grown
+    return attended[0].transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), grown or cache
 
 
 def _parts(tokens: int, programs: int) -> int:
@@ -152,7 +153,7 @@ def _kernel(
     """Computes one part of one slot's attention, for all query heads of one key head.
 
     `attended` [parts, slots, kv_heads, group, head_dim] receives the result of each part, and `sizes` the logarithm of the sum of its weights. The first part also
-    attends to the new token, and writes it to the cache. Triton's arrays have sizes that are powers of two, so they are padded.
+    attends to the new token, and writes it to the cache, unless `grown` is (). Triton's arrays have sizes that are powers of two, so they are padded.
     """
     from jax.experimental.pallas.triton import load, store
 
@@ -212,6 +213,8 @@ def _kernel(
         out = out * shrink[:, None] + jnp.where(owns, weight[:, None] * own_value[None], 0.0)
         store(attended.at[part, slot, head, *grid], (out / total[:, None]).astype(attended.dtype), mask=used)
         store(sizes.at[part, slot, head, row], peak + jnp.log(total), mask=row < group)
+        if grown == ():
+            return
         page, place = page_of(lax.div(length, block)), lax.rem(length, page_tokens)
         for x, pool in zip(own, (grown.keys, grown.values), strict=True):
             store(pool.at[page, head, place, column], x, mask=inside & owns)

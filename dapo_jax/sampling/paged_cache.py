@@ -79,12 +79,14 @@ def extend(
     window: int = 0,
     cap: float | None = None,
     value_dim: int | None = None,
+    appends: bool = True,
 ) -> tuple[Outputs, LayerCache]:
     """Implements `cache.extend`, but slots that are not live get no token, and their attention output is 0. Products are computed in `dtype`.
 
     Page entries after a slot's last token are masked, so a NaN that the page's previous owner left there has no effect. Pages before a window are read and masked.
     """
-    cache = append_to_pages(cache, now.page, now.lengths, key, value)
+    if appends:
+        cache = append_to_pages(cache, now.page, now.lengths, key, value)
     heads, head_dim, slots = query.shape
     kv_heads, page_tokens = cache.keys.shape[1], cache.keys.shape[3]
     value_scales = cache.key_scales if cache.values is None else cache.value_scales

@@ -153,6 +153,7 @@ def extend(
     window: int = 0,
     cap: float | None = None,
     at_once: int = 0,
+    appends: bool = True,
     interpret: bool = False,
 ) -> tuple[Queries, Pairs]:
     """Implements `paged_cache.extend`. Pages before a window are not read. `at_once` is the argument of `reading`; 0 means the result of `pages_at_once`.
@@ -198,9 +199,9 @@ def extend(
     if sinks is not None:
         news.insert(0, sinks.reshape(kv_heads, group, 1))
         new_specs.insert(0, pl.BlockSpec((heads, group, 1), lambda part, *_: (part, 0, 0)))
-    first_pool = 6 + len(news)
+    first_pool, written = 6 + len(news), pools if appends else []
     attended, *grown = pl.pallas_call(
-        partial(_kernel, heads=heads, page_tokens=page_tokens, pools=len(pools), has_sinks=sinks is not None, window=window, cap=cap),
+        partial(_kernel, heads=heads, page_tokens=page_tokens, pools=len(pools), written=len(written), has_sinks=sinks is not None, window=window, cap=cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(parts, count[0]),
@@ -209,7 +210,7 @@ def extend(
                 *new_specs,
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
             ],
-            out_specs=[pl.BlockSpec(per_head, at_slot), *pool_specs],
+            out_specs=[pl.BlockSpec(per_head, at_slot), *pool_specs[: len(written)]],
             scratch_shapes=[
                 *[pltpu.VMEM((heads, group, 1), jnp.float32)] * 2,
                 pltpu.SemaphoreType.DMA((2,)),
@@ -218,9 +219,9 @@ def extend(
         ),
         out_shape=[
             jax.ShapeDtypeStruct((slots, kv_heads, group, head_dim), jnp.float32),
-            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in written),
         ],
-        input_output_aliases={first_pool + index: 1 + index for index in range(len(pools))},
+        input_output_aliases={first_pool + index: 1 + index for index in range(len(written))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="extend",
@@ -236,21 +237,23 @@ def extend(
     )  # fmt: skip
     # The kernel computes nothing for slots that are not live.
     attended = jnp.where(live[:, None, None, None], attended, 0.0)
-    return attended.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), Pairs(*grown)
+    return attended.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), Pairs(
+        *grown
+    ) if appends else cache
 
 
 def _kernel(
     slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int,
-    has_sinks: bool, window: int, cap: float | None,
+    written: int, has_sinks: bool, window: int, cap: float | None,
 ) -> None:  # fmt: skip
     """Computes one block of one slot. `out`, `top` and `total` store the slot's running softmax. `tiles` store the rows and scales with its new token.
 
     `pages` are buffers with room for two blocks: the current block, and the next block, which is transferred meanwhile.
-    The first of `refs` are the sinks if there are any.
+    The first of `refs` are the sinks if there are any. `written` is the number of `tiles`, 0 if no token is appended.
     """
     sinks, refs = refs[:has_sinks], refs[has_sinks:]
     (new, *new_scales), sources, refs = refs[:pools], refs[pools : 2 * pools], refs[2 * pools :]
-    out, tiles, (top, total, arrived, *pages) = refs[0], refs[1 : 1 + pools], refs[1 + pools :]
+    out, tiles, (top, total, arrived, *pages) = refs[0], refs[1 : 1 + written], refs[1 + written :]
     part, step = pl.program_id(0), pl.program_id(1)
     block = pages[0].shape[2]
     at_once = block // page_tokens
@@ -328,7 +331,7 @@ def _kernel(
         # If the sink is far above all scores, the exponential is infinite, and the output 0.
         out[0] = out[0] / sum((jnp.exp(sink[...] - top[...]) for sink in sinks), total[...])
         offset = length - index * block
-        for axis, (tile, own) in enumerate(zip(tiles, (new, *new_scales), strict=True)):
+        for axis, (tile, own) in enumerate(zip(tiles, (new, *new_scales), strict=False)):
             size = tile.shape[2 + axis]
             begin = pl.multiple_of(offset // size * size, size)
             beside = pages[axis][(step % 2, *[slice(None)] * (1 + axis), pl.ds(begin, size))]

@@ -1,6 +1,7 @@
 """Gemma 4: sizes of the models, layers that share keys and values, the table of embeddings, and adapters."""
 
 import functools
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +25,11 @@ from dapo_jax.models.tensors import place_adapters, shapes_of, unread
 from dapo_jax.parallel.mesh import BATCH_AXES, make_mesh
 from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings
 from dapo_jax.parallel.training_layout import MeshLayout, SamplerLayout
+from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine_spec import EngineSpec
+from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from tests.models.golden_families_test import FOLDERS, arrays, logits_of, passed, rows_of, scores
 
@@ -70,6 +76,23 @@ def test_layers_that_share_read_the_last_layer_of_their_kind():
     assert (len(config.paged), len(config.read)) == (4, 7)
     with pytest.raises(ValueError, match="layer 0 reads the keys of an earlier layer"):
         tiny_decoder_config(mixers=(Attention(shares=True), Attention()))
+
+
+@pytest.mark.parametrize("cache", ["slots", "pages"])
+def test_only_the_layers_that_own_keys_write_them_in_a_decoding_step(cache):
+    """Four of seven layers have keys and values, so a step has eight scatters into arrays of a cache. No other array has their shapes."""
+    config, mesh = read_config(FOLDERS["gemma4_e"]), make_mesh(devices=jax.devices()[:1])
+    spec = {"slots": 3, "capacity": 48, "steps_per_call": 1, "stop_ids": [], "cache": cache, "page_tokens": 16 * (cache == "pages")}  # fmt: skip
+    engine = DecoderEngine(
+        config, mesh, EngineSpec(**spec, prefill=PrefillShape(rows=1, width=48, longest=48))
+    )
+    params = WeightTransfer(shapes_of(config), mesh, dtype="float32", places=config.places).shapes
+    lowered = engine.programs(params, decoding(temperature=0.0))["generate"]().as_text()
+    arrays_of_cache = [
+        "x".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(engine.state_structs.layers)
+    ]
+    written = re.findall(r"stablehlo.scatter.*?-> tensor<([\dx]+)xf32>", lowered, re.DOTALL)
+    assert sorted(shape for shape in written if shape in arrays_of_cache) == sorted(arrays_of_cache)
 
 
 def test_tensors_of_shared_keys_are_skipped_in_their_layers_alone():

@@ -586,8 +586,8 @@ LEFT_OUT = {
         lambda config: plain(config, share=1.0),
     ],
     "gemma4_moe": [
-        lambda config: of_layers("mlps", beside=replace(config.experts, expert_scale=False))(config),
-        lambda config: of_layers("mlps", beside=replace(config.experts, normalize=False))(config),
+        lambda config: of_layers("mlps", experts=replace(config.experts, expert_scale=False))(config),
+        lambda config: of_layers("mlps", experts=replace(config.experts, normalize=False))(config),
     ],
     "mistral": [{"windows": ()}],
     "ministral3": [{"query_growth": None}, lambda config: plain(config, scaling=None)],

@@ -57,9 +57,10 @@ class Filled:
 
         self.keys, self.values, self.dtype = some(), some(), dtype
 
-    def extended(self, new, lengths, live=None, *, dtype=None, window=None):
+    def extended(self, new, lengths, live=None, *, dtype=None, window=None, **only):
         """One step: (attention, keys, values), with keys and values times their scales. `dtype` is the cache's, if it has eight bits."""
         functions, dtype = self.functions, dtype or self.dtype
+        only |= {} if window is None else {"window": window}
         if dtype != self.dtype:
             how = {"cache_dtype": dtype, "compute_dtype": "float32"}
             functions = cache_for(self.kind, self.mesh, self.sizes, self.config, **how)
@@ -73,7 +74,6 @@ class Filled:
             layer = jax.lax.fori_loop(
                 0, count, lambda page, layer: functions.fill(layer, read, page, page, jnp.int32(0)), layer
             )
-            only = {} if window is None else {"window": window}
             return functions.extend(layer, functions.reading(tables, lengths, live), *new, **only)
 
         rows = [
@@ -115,6 +115,19 @@ def attend(query, keys, values, cap=None, sink=-np.inf):
     weights = np.exp(scores - top)
     weights /= weights.sum() + np.exp(sink - top)
     return weights @ values, weights @ np.abs(values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_reads_the_cache_of_an_earlier_layer_does_not_write_to_it(kind):
+    """The earlier layer has appended the token. Attention is the same, bit for bit, and the cache does not change, not even if the keys and values are others."""
+    there = Filled(kind, 3, 2, 60, 8, "float32", page_tokens=16)
+    query, key, value = new_token(3, 4, 2, 8, "float32")
+    expected, *grown = there.extended((query, key, value), lengths := [0, 17, 59])
+    there.keys, there.values = grown
+    found, *_ = there.extended((query, key, value), lengths, appends=False)
+    np.testing.assert_array_equal(found, expected)
+    _, *after = there.extended((query, key + 1.0, value + 1.0), lengths, appends=False)
+    np.testing.assert_array_equal(after, grown)
 
 
 @pytest.mark.parametrize("kind", KINDS)
