@@ -116,9 +116,10 @@ class BatchConfig(PackedRowsConfig):
     """Number of responses per prompt, G. (Section 4.1)"""
     groups_per_update: int = key(32, range=SIZE, aliases="ppo_mini_batch_size num_mini_batches")
     """Number of groups per optimizer update. With the defaults, an update has 32 x 16 = 512 responses, and a step has 16 updates. (Section 4.1)"""
-    keep: int | dict[str, int] = key(0, choices=["shortest", "reward_per_token"])
+    keep: int | dict[str, int] = key(0, choices=["shortest", "reward_per_token", "improbable"])
     """Number of responses of each group to train on (GFPO, https://arxiv.org/abs/2508.09726). The others are dropped before advantages and dynamic sampling. 0 means all responses.
-    The shortest responses are kept. {reward_per_token: 8} keeps the 8 responses with the highest reward per token."""
+    The shortest responses are kept. {reward_per_token: 8} keeps the 8 responses with the highest reward per token. {improbable: 7} first drops the responses with more than the
+    group's mean reward that the policy finds most likely, so that entropy falls less (GRPODropout, https://arxiv.org/abs/2610.11854)."""
 
     def check_together(self) -> None:
         step, update, size = self.prompts_per_step, self.groups_per_update, self.group_size
@@ -138,7 +139,7 @@ class BatchConfig(PackedRowsConfig):
 
     @property
     def kept_by(self) -> str:
-        """Which responses are kept: shortest or reward_per_token."""
+        """Which responses are kept: shortest, reward_per_token or improbable."""
         return "shortest" if isinstance(self.keep, int) else next(iter(self.keep))
 
 
@@ -465,7 +466,7 @@ class TrainConfig(RunConfig):
             ("dynamic_sampling.enabled", self.dynamic_sampling.enabled, "false"),
             ("environment.credit", self.environment.credit == "turn", "episode"),
             ("advantage.rewards", self.advantage.rewards == "apart", "summed"),
-            ("batch.keep", self.batch.kept_by == "reward_per_token", "a number"),
+            ("batch.keep", self.batch.kept_by != "shortest", "a number"),
         ):
             if by_reward and not self.teacher.rewards:
                 remedy = f"rewards are not learnt, and all groups are trained on: set it to {needs}, or teacher.rewards=true"

@@ -346,12 +346,23 @@ class Group:
     def best(self, count: int, *, by: str) -> "Group":
         """Returns the group with only its `count` best responses (GFPO, https://arxiv.org/abs/2508.09726), or the group itself if `count` is 0.
 
-        The best responses are the shortest or, for `by="reward_per_token"`, those with the highest reward per sampled token. Ties go to the lower index.
+        The best responses are the shortest or, for `by="reward_per_token"`, the responses with the highest reward per sampled token. For `by="improbable"`, the
+        responses with more than the mean reward that the policy finds likely are dropped first (GRPODropout, https://arxiv.org/abs/2610.11854). Kept are, in
+        this order: the least likely of the responses above the mean, the responses at or below the mean, and the others above the mean, the least likely first.
+        How likely a response is, is its mean log-probability per token when it was sampled. Ties go to the lower index.
         """
         if not count:
             return self
-        lengths = [rollout.response_tokens for rollout in self.rollouts]
-        rates = self.rewards / np.maximum(lengths, 1)
-        order = np.argsort(lengths if by == "shortest" else -rates, kind="stable")
+        lengths = np.array([rollout.response_tokens for rollout in self.rollouts])
+        if by == "improbable":
+            likely = [rollout.response.draw.logprob for rollout in self.rollouts] / np.maximum(lengths, 1)
+            above = self.rewards > self.rewards.mean()
+            rank = above.astype(int)
+            # A group without a response above the mean has no signal.
+            rank[np.argmin(np.where(above, likely, np.inf))] = -1
+            order = np.lexsort((np.where(above, likely, 0.0), rank))
+        else:
+            rates = self.rewards / np.maximum(lengths, 1)
+            order = np.argsort(lengths if by == "shortest" else -rates, kind="stable")
         kept = tuple(sorted(order[:count].tolist()))
         return replace(self, rollouts=tuple(self.rollouts[index] for index in kept), kept=kept)

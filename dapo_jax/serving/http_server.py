@@ -6,7 +6,6 @@ import ipaddress
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -61,15 +60,15 @@ class Counts:
             *map(_bucket, _WITHIN_S),
             "request_seconds_sum",
         )
-        self._samples = Counter[str](dict.fromkeys((*sums, "request_seconds_count"), 0))
+        self._samples: dict[str, float | int] = dict.fromkeys((*sums, "request_seconds_count"), 0)
 
     def add(self, status: str, prompt_tokens: int, sampled_tokens: int, seconds: float) -> None:
         """Adds one request."""
-        self._samples.update([f'requests_total{{status="{status}"}}', "request_seconds_count"])
-        self._samples.update(_bucket(bound) for bound in _WITHIN_S if seconds <= float(bound))
-        self._samples["prompt_tokens_total"] += prompt_tokens
-        self._samples["sampled_tokens_total"] += sampled_tokens
-        self._samples["request_seconds_sum"] += seconds
+        added = dict.fromkeys((_bucket(bound) for bound in _WITHIN_S if seconds <= float(bound)), 1)
+        added |= {f'requests_total{{status="{status}"}}': 1, "request_seconds_count": 1}
+        tokens = {"prompt_tokens_total": prompt_tokens, "sampled_tokens_total": sampled_tokens}
+        for name, value in {**added, **tokens, "request_seconds_sum": seconds}.items():
+            self._samples[name] = self._samples.get(name, 0) + value
 
     def exposition(self, gauges: Mapping[str, float | int]) -> str:
         """Returns the counts and these gauges in Prometheus' text format 0.0.4."""

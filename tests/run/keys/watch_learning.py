@@ -224,12 +224,13 @@ WATCHERS = [
         (2, [-0.1667, 0.1667]),
         also={"advantage.scale": "none", "reward.incorrect": 0.0, "reward.overlong.enabled": False},
     ),
-    # -1 / 3 twice and 0 / 6 twice.
+    # -1 / 3 twice and 0 / 6 twice. The rarer of the better responses and one of the others are kept.
     watch(
         "batch.keep",
         trained_lengths,
         ({"shortest": 3}, [3, 3, 6]),
         ({"reward_per_token": 3}, [3, 6, 6]),
+        ({"improbable": 2}, [3, 6]),
         what="with an order",
     ),
     echoes("loss.old_logprobs", option("old_logprobs"), "trainer", "sampler"),
