@@ -15,16 +15,17 @@ _SIZES = {
 """The key in config.json for each size of `LatentAttention`."""
 
 
-def _mixers(values: Mapping[str, Any], fields: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Implements `Family.read` for latent attention."""
+def _read(values: Mapping[str, Any], fields: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """Implements `Family.read` for latent attention. Some families have experts."""
     sizes = {ours: checked(values, key, int, where) for ours, key in _SIZES.items()}
     rank = None if values["q_lora_rank"] is None else checked(values, "q_lora_rank", int, where)
     mixer = LatentAttention(**sizes, query_rank=rank)
-    return {"mixers": (mixer,), "head_dim": mixer.rotated_dim, "kv_heads": fields["heads"]}
+    found = {"mixers": (mixer,), "head_dim": mixer.rotated_dim, "kv_heads": fields["heads"]}
+    return found | (_mlps(values, fields, where) if "mlps" in fields else {})
 
 
 def _mixer_keys(config: Any) -> dict[str, Any]:
-    """Returns the keys that `_mixers` reads."""
+    """Returns the keys of the mixer."""
     mixer = config.mixers[0]
     found = {key: getattr(mixer, ours) for ours, key in _SIZES.items()}
     return found | {"q_lora_rank": mixer.query_rank, "qk_head_dim": mixer.key_dim}
@@ -61,10 +62,6 @@ def _mlp_keys(config: Any) -> dict[str, Any]:
         "mlp_layer_types": kinds,
     }
     return described | ({} if "dense" in kinds[first:] else {"first_k_dense_replace": first})
-
-
-def _read(values: Mapping[str, Any], fields: Mapping[str, Any], where: object) -> dict[str, Any]:
-    return _mixers(values, fields, where) | _mlps(values, fields, where)
 
 
 def _write(config: Any) -> dict[str, Any]:
@@ -105,7 +102,7 @@ LATENT_FAMILIES: Mapping[str, Family] = {
         },
     ),
     "youtu": Family(
-        architecture="YoutuForCausalLM", defaults={**_LATENT, "tie_word_embeddings": True}, read=_mixers, write=_mixer_keys,
+        architecture="YoutuForCausalLM", defaults={**_LATENT, "tie_word_embeddings": True}, read=_read, write=_mixer_keys,
     ),
     "glm4_moe": Family(
         architecture="Glm4MoeForCausalLM", **_OF_EXPERTS, read=_glm_fields, write=_glm_keys,

@@ -78,7 +78,8 @@ def test_layers_that_share_read_the_last_layer_of_their_kind():
         tiny_decoder_config(mixers=(Attention(shares=True), Attention()))
 
 
-@pytest.mark.parametrize("cache", ["slots", "pages"])
+# Slow: lowers the program for another cache. The default tier lowers it for pages.
+@pytest.mark.parametrize("cache", ["pages", pytest.param("slots", marks=pytest.mark.slow)])
 def test_only_the_layers_that_own_keys_write_them_in_a_decoding_step(cache):
     """Four of seven layers have keys and values, so a step has eight scatters into arrays of a cache. No other array has their shapes."""
     config, mesh = read_config(FOLDERS["gemma4_e"]), make_mesh(devices=jax.devices()[:1])

@@ -27,8 +27,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.commands.convert import convert
-from dapo_jax.models import experts
+from dapo_jax.models import decoder, experts
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
+from dapo_jax.models.attention_mixer import Attention
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.experts import NO_ROUTE, Experts
 from dapo_jax.models.families import understand
@@ -38,7 +39,7 @@ from dapo_jax.models.latent_attention import LatentAttention
 from dapo_jax.models.layer_kinds import Fixed, Paged
 from dapo_jax.models.lora import lora_shape, parted
 from dapo_jax.models.mamba import Mamba
-from dapo_jax.models.projections import rotary
+from dapo_jax.models.projections import rms_norm, rotary
 from dapo_jax.models.rope import Rope
 from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.models.tensors import (
@@ -227,7 +228,7 @@ def sampled(name, cache, width):
 
 # Rows of 48 tokens prefill each prompt at once; rows of 16 prefill it in parts.
 QUICK = {
-    "slots": ("mistral", "gemma3", "qwen3_5_moe", "olmoe", "deepseek_v3"),
+    "slots": ("mistral", "gemma3", "gemma4_e", "qwen3_5_moe", "olmoe", "deepseek_v3"),
     "pages": ("gemma3", "gpt_oss"),
 }
 
@@ -797,6 +798,34 @@ def factors_with_the_bias(monkeypatch):
     monkeypatch.setattr(experts, "chosen", biased)
 
 
+def values_after_key_norm(monkeypatch):
+    """Values are the keys after the norm of keys, but before their rotation."""
+    inputs = Attention._queries_keys_values
+
+    def other(self, layer, x, rope):
+        query, key, value, gate = inputs(self, layer, x, rope)
+        if self.keys_are_values:
+            _, normed, *_ = inputs(self, layer, x, (jnp.ones_like(rope[0]), jnp.zeros_like(rope[1])))
+            per_head = jax.vmap(rms_norm, in_axes=(0, None, None))
+            value = per_head(normed, jnp.ones(normed.shape[1]), layer.config.norm_eps)
+        return query, key, value, gate
+
+    monkeypatch.setattr(Attention, "_queries_keys_values", other)
+
+
+def first_source(monkeypatch):
+    """Layers that share read the keys and values of the first layer of their kind, not of the last."""
+    over_periods = decoder._over_periods
+
+    def other(x, period, stacks):
+        x, made = over_periods(x, period, stacks)
+        return x, {
+            name: (jax.tree.map(lambda leaf: leaf[::-1], kept), own) for name, (kept, own) in made.items()
+        }
+
+    monkeypatch.setattr(decoder, "_over_periods", other)
+
+
 # Slow: compiles a model for each rule. The test of logits has all rules.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -804,6 +833,7 @@ def factors_with_the_bias(monkeypatch):
     [
         ("deepseek_v3", neighbours_apart), ("deepseek_v3", best_alone), ("deepseek_v3", factors_with_the_bias), ("nemotron_h", factors_with_the_bias),
         ("nemotron_h", bounded_steps), ("nemotron_h", relu), ("glm4_moe", factors_with_the_bias),
+        ("gemma4_dense", values_after_key_norm), ("gemma4_e", first_source),
     ],
 )  # fmt: skip
 def test_no_rule_can_be_replaced(name, replaced, monkeypatch):
@@ -820,6 +850,7 @@ ADAPTED = {
     "qwen3_5_moe": ("model.layers.{}.", [*[f"linear_attn.out_proj,{_SHARED}"] * 3, f"{_SELF},{_SHARED}"]),
     "qwen3_5_moe_wrapped": ("model.language_model.layers.{}.", [*[f"linear_attn.out_proj,{_SHARED}"] * 2, f"{_SELF},{_SHARED}"]),
     "gpt_oss": ("model.layers.{}.", [_SELF] * 4),
+    "granite_hybrid": ("model.layers.{}.", ["mamba.out_proj", _SELF, "mamba.out_proj", "mamba.out_proj"]),
 }  # fmt: skip
 """The beginning of the names of a layer's adapters, and the adapted matrices of each layer. Routed experts have none."""
 
@@ -840,6 +871,7 @@ def test_adapters_of_each_layer_have_the_names_of_peft(name, tmp_path):
     }
     stored = load_file(tmp_path / "adapter_model.safetensors")
     assert {each.rpartition(".lora_")[0] for each in stored} == {f"base_model.model.{each}" for each in names}
+    assert {tensor.dtype for tensor in stored.values()} == {np.dtype(np.float32)}
     check_adapters(config)
 
 

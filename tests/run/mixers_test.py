@@ -6,18 +6,24 @@ the sampler's (`sync/logprob_diff_max`), whose tolerance of 2e-5 is the one of `
 
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from dapo_jax.config import ConfigError, EnvironmentConfig, LoraConfig
+from dapo_jax.models.adapter_folder import read_adapter
 from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.experts import Experts
 from dapo_jax.models.families import describe, understand
 from dapo_jax.models.folder import read_config
 from dapo_jax.models.gated import Gated
 from dapo_jax.models.latent_attention import LatentAttention
+from dapo_jax.models.lora import parted
 from dapo_jax.models.mamba import Mamba
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
+from dapo_jax.models.tensors import place_adapters
 from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.caches import PAGE_TOKENS
 from dapo_jax.testing import tiny_params
@@ -131,14 +137,19 @@ def test_episodes_are_trained_on_as_they_were_sampled(small, run_micro):
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype", ["", "int8"])
 def test_adapters_are_sampled_as_they_are_trained(weight_dtype, small, run_micro, rows, family):
-    """In eight bits, the sampler has another policy."""
+    """In eight bits, the sampler has another policy. The saved adapters are the trained ones, bit for bit."""
     targets = ["q_proj", "out_proj"] if family in RECURRENT else ["latent_attention", "mlp"]
     lora = {
         "loss__importance_range": [0.0, 2.0],
         "lora": LoraConfig(rank=2, alpha=8.0, targets=targets),
         "sampling__weight_dtype": weight_dtype,
     }
-    lines = run_micro(small(steps=2, **lora), eval_rows=rows).metrics[1:]
+    result = run_micro(small(steps=2, **lora), eval_rows=rows)
+    lines, (_, file) = result.metrics[1:], read_adapter(result.run_dir / "model")
+    trained = parted(result.policy.params)[0]
+    jax.tree.map(np.testing.assert_array_equal, place_adapters(result.policy.decoder, file), trained)
+    stored = load_file(result.run_dir / "model" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {np.dtype(np.float32)}
     if weight_dtype:
         assert 1e-4 < max(line["sync/logprob_diff_max"] for line in lines) < 0.5
     else:
