@@ -81,6 +81,8 @@ def add_to(commands: Commands) -> None:
     option(parser, "--seed", "random seed for requests without a seed", default=0)
     add_conversation(parser)
     option(parser, "--model-name", "over HTTP: name that requests use for the model (default MODEL)", "NAME")
+    text = "over HTTP: maximum number of most likely tokens with log-probabilities that a request may ask for (default 0)"
+    option(parser, "--top-logprobs", text, type=int)
     text = "maximum number of waiting responses; further requests are asked to retry (default 1024)"
     option(parser, "--queue", text, "RESPONSES", type=int)
     text = "make responses bitwise independent of other requests; requires a multiple of 8 slots per device"

@@ -41,6 +41,7 @@ GROUND: dict[str, Any] = {
     "loss.kl_estimator": "k3",
     "loss.select": "all",
     "loss.drop_off_policy": None,
+    "loss.center": 0,
     "advantage.baseline": "group_mean",
     "advantage.scale": "group_std",
     "advantage.rewards": "summed",
@@ -98,6 +99,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "gdpo": {"advantage.rewards": "apart", "advantage.scale": "whiten_responses"},
     "reinforce": {**_objective("reinforce", cap=2.0), **_BY_SAMPLER, **_UNSCALED},
     "gpg": {**_objective("reinforce", cap=None), **_BY_SAMPLER, **_UNSCALED},
+    "score_centering": {
+        **_objective("reinforce", cap=2.0),
+        **_BY_SAMPLER,
+        **_UNSCALED,
+        "loss.center": 32,
+    },
     "dro": {**_objective("dro", beta=0.1), **_UNSCALED},
     "topr": {**_objective("topr"), **_RAW, **_UNSCALED},
     "deepseek_v3_2": {

@@ -81,6 +81,9 @@ class LossConfig(Section, at="loss"):
     """Tokens of an update that enter the loss, selected once per step with the weights at its start. all: all tokens. high_entropy: the tokens with the highest entropy. low_covariance: all except random tokens among those with
     a high covariance of advantage and log-probability (Clip-Cov). high_covariance: the tokens that the objective kl_cov penalizes. low_second_moment: all except those with the largest log-ratio (M2PO).
     Write options below the name, for example {high_entropy: {frac: 0.2}}: frac for high_entropy and high_covariance, frac, low and high for low_covariance, limit for low_second_moment."""
+    center: int = key(0)
+    """Number k of most probable tokens with which the objective is centered (score centering, https://arxiv.org/abs/2609.20807). Centering removes the push that a token gets without any effect on the
+    reward because the sampler is another policy, for example with 8-bit weights or in flight. The sampler records its k most probable tokens with each token, in 8 k bytes. 0 means no centering and no record."""
     kl_coef: float = key(0.0, aliases="beta kl_loss_coef use_kl_loss")
     """Weight of the KL penalty against the reference policy. If 0, no reference policy is loaded. (Section 2.3)"""
     kl_estimator: str = key(
@@ -113,6 +116,20 @@ class LossConfig(Section, at="loss"):
             remedy = f"the weight 1 must be kept: write for example {'[0.5, 2]' if keeps else '[0, 2], or set loss.correction=mask'}"
             self.refuse("importance_range", needs, remedy)
         self._check_objective()
+        if self.center:
+            self._check_center()
+
+    def _check_center(self) -> None:
+        """Checks that the weight of a token depends on this token only, so that its mean over all tokens is known."""
+        select = named(self.select).name
+        for name, bad, needs in (
+            ("correction", self.correction.endswith("_responses"), "auto, none, truncate or mask"),
+            ("drop_off_policy", self.drop_off_policy is not None, "null"),
+            ("select", select not in ("all", "high_entropy"), "all or high_entropy"),
+        ):
+            if bad:
+                remedy = "it depends on other tokens of the response, or on which token was sampled, so the mean to remove is not known: change it, or set loss.center=0"
+                self.refuse(name, f"{needs} with loss.center = {self.center}", remedy)
 
     def _check_objective(self) -> None:
         """Checks the keys that depend on a built-in objective or selection. The options of other objectives are checked when the run is built."""

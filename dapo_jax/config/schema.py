@@ -456,6 +456,9 @@ class TrainConfig(RunConfig):
         if self.sampling.temperature != 1:
             remedy = "the teacher's log-probabilities are at temperature 1: set it to 1"
             self.refuse("sampling.temperature", "1 with teacher.source", remedy)
+        if self.loss.center and (self.teacher.kl == "sampled" or not self.teacher.rewards):
+            remedy = "the advantages of a teacher depend on which token was sampled, and without rewards there are no others: set teacher.kl=full and teacher.rewards=true, or loss.center=0"
+            self.refuse("loss.center", "0 with these keys of the teacher", remedy)
         taught = self.teacher.kl == "sampled" or not self.teacher.rewards
         if taught and named(self.loss.select).name in ("low_covariance", "high_covariance"):
             remedy = (

@@ -57,7 +57,8 @@ def chunked_logprobs(
     vocab_axis: str | None = None,
     teachers: Sequence[tuple[Array, Array]] = (),
     caps: Sequence[float | None] = (),
-) -> tuple[Float[Array, " tokens"], ...]:
+    heads: Int[Array, "tokens heads"] | None = None,
+) -> tuple[Array, ...]:
     r"""Computes the log-probability and the entropy of each token under softmax(hidden @ unembedding.T / temperature).
 
     Neither the forward nor the backward pass stores more than `chunk_vocab` logits per token. The forward pass keeps running sums over the chunks of
@@ -79,10 +80,11 @@ def chunked_logprobs(
             `hidden`, and they return the same values. The gradient of `hidden` on each device is a partial sum.
         teachers: hidden states and unembedding of other models, without gradients. They may have another width, and more vocabulary entries, which are ignored.
         caps: for this model and each teacher, the cap c if its logits x become c tanh(x / c) before the temperature. If empty, no logits are capped.
+        heads: ids of further tokens at each position, without repetition. None: only `targets`.
 
     Returns:
-        Differentiable log-probabilities, entropies without a gradient, and for each teacher the differentiable divergence
-        $\mathrm{KL}(\pi \Vert \pi_\text{teacher})$ of the distributions of each token. All are in nats, in float32 or wider.
+        Differentiable log-probabilities, with `heads` also the differentiable log-probabilities [tokens, heads] of these tokens, entropies without a gradient, and for each
+        teacher the differentiable divergence $\mathrm{KL}(\pi \Vert \pi_\text{teacher})$ of the distributions of each token. All are in nats, in float32 or wider.
 
     Raises:
         ValueError: the temperature is a Python number and not above 0, or `chunk_vocab` is below 1.
@@ -97,12 +99,13 @@ def chunked_logprobs(
     how = _Chunks(unembedding.shape[0], chunk_vocab, dtype, vocab_size, vocab_axis, caps)
     hidden, temperature = hidden.astype(wide), jnp.asarray(temperature, wide)
     others = lax.stop_gradient([(its.astype(wide), how.aligned(table)) for its, table in teachers])
-    logprobs, entropy, *gaps = _scores(how, hidden, unembedding, targets, temperature, others)
+    ids = (targets,) if heads is None else (targets, heads)
+    (logprobs, *of_heads), entropy, *gaps = _scores(how, hidden, unembedding, ids, temperature, others)
     log_sums = [
-        _by_platform(_scan_vocabulary, replace(how, caps=(cap,)), *other, targets, temperature, [])[2]
+        _by_platform(_scan_vocabulary, replace(how, caps=(cap,)), *other, (targets,), temperature, [])[2]
         for other, cap in zip(others, caps[1:], strict=True)
     ]
-    return logprobs, entropy, *(gap + log_sum for gap, log_sum in zip(gaps, log_sums, strict=True))
+    return logprobs, *of_heads, entropy, *(gap + log_sum for gap, log_sum in zip(gaps, log_sums, strict=True))
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,15 @@ class _Chunks:
     def is_target(self, index: Int[Array, ""], targets: Array) -> Bool[Array, "tokens entries"]:
         return self.row(index)[None] == (targets - self.first())[:, None]
 
+    def entry(self, index: Int[Array, ""], tokens: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """Returns the entry of a chunk that belongs to each token, or the number of entries if the token is not in the chunk. This is the inverse of `row`."""
+        _, parts, width = self.sizes
+        row, length = tokens - self.first(), -(-self.rows // parts)
+        place = row % length - self.start(index)
+        inside = (row >= 0) & (row < self.rows) & (place >= 0) & (place < width)
+        inside &= (index > 0) | (place < self.start(1))
+        return jnp.where(inside, row // length * width + place, parts * width)
+
     def logits(
         self,
         index: Int[Array, ""],
@@ -183,8 +195,8 @@ class _Chunks:
         return logits if all_real else jnp.where(self.row(index) >= 0, logits, _NEVER)
 
     def together(
-        self, top: Array, total: Array, moment: Array, chosen: Array, *gaps: Array
-    ) -> tuple[Array, ...]:
+        self, top: Array, total: Array, moment: Array, chosen: tuple[Array, ...], *gaps: Array
+    ) -> tuple[Any, ...]:
         """Combines the running sums of all devices over which the vocabulary is sharded."""
         if self.axis is None:
             return top, total, moment, chosen, *gaps
@@ -198,6 +210,9 @@ class _Chunks:
 _NEVER = -1e30
 """A logit below all real logits. It is finite, so that its product with a probability of 0 is 0."""
 
+Targets = tuple[Array, ...]
+"""The ids of the tokens whose log-probabilities are computed, [tokens], and if there are any, of further tokens at each position, [tokens, heads]."""
+
 Teachers = Sequence[tuple[Float[Array, "tokens its_embed"], Float[Array, "rows its_embed"]]]
 """Hidden states and unembedding of each teacher."""
 
@@ -209,8 +224,8 @@ def _by_platform(function: Callable[..., Any], how: _Chunks, *given: Any) -> Any
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(how: _Chunks, *given: Any) -> tuple[Array, ...]:
-    """Takes the arguments of `_scan_vocabulary`. Returns log-probabilities, entropies, and the mean log-probability minus the mean logit of each teacher."""
+def _scores(how: _Chunks, *given: Any) -> tuple[Any, ...]:
+    """Takes the arguments of `_scan_vocabulary`. Returns log-probabilities of targets and heads, entropies, and the mean log-probability minus the mean logit of each teacher."""
     return _scores_forward(how, *given)[0]
 
 
@@ -218,27 +233,38 @@ def _scan_vocabulary(
     how: _Chunks,
     hidden: Array,
     unembedding: Array,
-    targets: Array,
+    targets: Targets,
     temperature: Array,
     teachers: Teachers,
-) -> tuple[Array, ...]:
-    """Returns log-probabilities, entropies, the log-sum-exp of the logits, and the mean difference from the logits of each teacher, each [tokens]."""
+) -> tuple[Any, ...]:
+    """Returns log-probabilities of targets and heads, entropies, the log-sum-exp of the logits, and the mean difference from the logits of each teacher."""
     parts, taught = how.split(unembedding), [(its, how.split(table)) for its, table in teachers]
+    sampled, *further = targets
 
-    def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        top, total, moment, chosen, *gaps = sums
+    def in_chunk(logits: Array, index: Array, heads: Array) -> Array:
+        """Returns the logits of the heads in a chunk, and 0 for the other heads."""
+        return jnp.take_along_axis(logits, how.entry(index, heads), axis=1, mode="fill", fill_value=0.0)
+
+    def add(index: Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        top, total, moment, (chosen, *of_heads), *gaps = sums
         logits = how.logits(index, how.chunk(parts, index), hidden, temperature)
         new_top = jnp.maximum(top, logits.max(-1))
         below = logits - new_top[:, None]
         weights, shrink = jnp.exp(below), jnp.exp(top - new_top)
         moment = shrink * (moment + total * (top - new_top)) + jnp.sum(weights * below, -1)
-        is_target = how.is_target(index, targets)
+        is_target = how.is_target(index, sampled)
         theirs = _teacher_logits(how, index, taught, temperature)
         return (
             new_top,
             total * shrink + weights.sum(-1),
             moment,
-            chosen + jnp.sum(logits, axis=-1, where=is_target),
+            (
+                chosen + jnp.sum(logits, axis=-1, where=is_target),
+                *(
+                    picked + in_chunk(logits, index, heads)
+                    for picked, heads in zip(of_heads, further, strict=True)
+                ),
+            ),
             *(
                 gap * shrink + jnp.sum(weights * (logits - its), -1)
                 for gap, its in zip(gaps, theirs, strict=True)
@@ -246,37 +272,46 @@ def _scan_vocabulary(
         )
 
     # The zeros are created from `hidden`, so that inside `shard_map` they are marked as varying over the same mesh axes.
-    zeros = jnp.full_like(hidden, 0.0, shape=targets.shape)
-    sums = (zeros + _NEVER, *[zeros] * (3 + len(teachers)))
-    top, total, moment, chosen, *gaps = how.together(*lax.fori_loop(0, how.sizes[0], add, sums))
+    zeros = jnp.full_like(hidden, 0.0, shape=sampled.shape)
+    none_yet = zeros, *(jnp.full_like(hidden, 0.0, shape=heads.shape) for heads in further)
+    sums = (zeros + _NEVER, zeros, zeros, none_yet, *[zeros] * len(teachers))
+    top, total, moment, (chosen, *of_heads), *gaps = how.together(*lax.fori_loop(0, how.sizes[0], add, sums))
     log_total = jnp.log(total)
     scores = (chosen - top) - log_total, log_total - moment / total, top + log_total
-    return *scores, *(gap / total for gap in gaps)
+    logprobs = scores[0], *((picked - top[:, None]) - log_total[:, None] for picked in of_heads)
+    return logprobs, *scores[1:], *(gap / total for gap in gaps)
 
 
-def _scores_forward(how: _Chunks, *given: Any) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+def _scores_forward(how: _Chunks, *given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     logprobs, entropy, log_sum, *gaps = _by_platform(_scan_vocabulary, how, *given)
     return (logprobs, entropy, *(gap - log_sum for gap in gaps)), (*given, log_sum, *gaps)
 
 
-def _gradients(how: _Chunks, saved: tuple[Any, ...], cotangents: tuple[Array, ...]) -> tuple[Array, Array]:
+def _gradients(how: _Chunks, saved: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Array, Array]:
     """Computes d logprob / d logits = (one_hot(target) - softmax) / temperature, chunk by chunk. Entropy has no gradient.
 
     The gradient of the divergence is d KL / d logits = softmax (x - mean(x)) / temperature, where x is the difference from the teacher's logits.
     """
     hidden, unembedding, targets, temperature, teachers, log_sum, *gaps = saved
     parts, taught = how.split(unembedding), [(its, how.split(table)) for its, table in teachers]
-    cotangent, *of_gaps = (each[:, None] for each in (cotangents[0], *cotangents[2:]))
+    (sampled, *further), (of_sampled, *of_heads) = targets, cotangents[0]
+    cotangent, *of_gaps = (each[:, None] for each in (of_sampled, *cotangents[2:]))
     if how.axis is not None:
         # Each device's copy of the result may affect the loss.
         cotangent, *of_gaps = (lax.psum(each, how.axis) for each in (cotangent, *of_gaps))
+        of_heads = [lax.psum(each, how.axis) for each in of_heads]
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         chunk = how.chunk(parts, index)
         logits, pull = jax.vjp(lambda w, h: how.logits(index, w, h, temperature), chunk, hidden)
-        is_target = how.is_target(index, targets).astype(logits.dtype)
+        is_target = how.is_target(index, sampled).astype(logits.dtype)
         softmax = jnp.exp(logits - log_sum[:, None])
         d_logits = (is_target - softmax) * cotangent
+        for each, heads in zip(of_heads, further, strict=True):
+            tokens = lax.broadcasted_iota(jnp.int32, heads.shape, 0)
+            # The heads of a token are different ids, so each logit gets at most one addend, and the order of additions does not matter.
+            d_logits = d_logits.at[tokens, how.entry(index, heads)].add(each, mode="drop")
+            d_logits = d_logits - softmax * each.sum(-1, keepdims=True)
         theirs = _teacher_logits(how, index, taught, temperature)
         for its, mean, factor in zip(theirs, gaps, of_gaps, strict=True):
             d_logits = d_logits + softmax * (logits - its - mean[:, None]) * factor

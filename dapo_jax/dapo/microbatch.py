@@ -43,6 +43,8 @@ class Microbatch:
     """Log-probabilities in the denominator of the objective's ratio. They are zeros until `Updater.prepare` fills them in."""
     ref_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities under the reference policy, or zeros if there is no reference policy."""
+    old_head_logprobs: Float[Array, "rows seq heads"] | Any = None
+    """Log-probabilities of the recorded `head_ids` under the old policy. None until `Updater.prepare` fills it in, and always if the sampler records no heads."""
     teacher_logprobs: Float[Array, "rows seq"] | Any = None
     """Log-probabilities under the teacher, or None if there is no teacher."""
     noise: Float[Array, "rows seq"] | Any = None

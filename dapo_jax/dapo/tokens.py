@@ -52,8 +52,19 @@ VALUES = {
     "tokens": TokenValue(dtypes=("int32",), blank=0, packed="tokens"),
     "logprobs": TokenValue(dtypes=("float32",), blank=0.0, packed="sampler_logprobs"),
     "routes": TokenValue(dtypes=("uint8", "uint16"), blank=NO_ROUTE, processed=True),
+    "head_ids": TokenValue(dtypes=("int32",), blank=0),
+    "head_logprobs": TokenValue(dtypes=("float32",), blank=0.0),
 }
 """The values of a token, by their names in the engine's results, in checkpoints and in exchanges. The first is the token's id."""
+
+
+HEADS = ("head_ids", "head_logprobs")
+"""The values of a position's head: the most probable tokens of the sampler, most probable first, and their log-probabilities in nats."""
+
+
+def head_shapes(count: int) -> Shapes:
+    """Returns the optional values of a run that records the `count` most probable tokens at each position. Empty if `count` is 0."""
+    return tuple((name, (count,), VALUES[name].dtypes[0]) for name in HEADS) if count else ()
 
 
 def values_of(result: Any, *, processed: bool) -> dict[str, Any]:
@@ -62,7 +73,7 @@ def values_of(result: Any, *, processed: bool) -> dict[str, Any]:
     return {name: array for name in names if (array := getattr(result, name, None)) is not None}
 
 
-def bytes_per_token(shapes: Shapes = ()) -> int:
+def bytes_per_token(shapes: Sequence[tuple[str, tuple[int, ...], str]] = ()) -> int:
     """Returns the size of a token's record in bytes. `shapes` has the optional values that are recorded."""
     always = (((), value.dtypes[0]) for value in VALUES.values() if value.packed)
     sizes = [*always, *((shape, dtype) for _, shape, dtype in shapes)]

@@ -107,7 +107,8 @@ class Layout:
         dtype: str,
         teachers: Sequence[tuple[Array, Array]] = (),
         caps: Sequence[float | None] = (),
-    ) -> tuple[Float[Array, " tokens"], ...]:
+        heads: Int[Array, "tokens heads"] | None = None,
+    ) -> tuple[Array, ...]:
         """Computes the log-probabilities of `targets` with `chunked_logprobs`. The rows of the unembedding beyond `vocab_size` are padding."""
         return chunked_logprobs(
             before,
@@ -119,4 +120,5 @@ class Layout:
             vocab_size=None if len(unembedding) == vocab_size else vocab_size,
             teachers=teachers,
             caps=caps,
+            heads=heads,
         )

@@ -7,11 +7,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dapo_jax.dapo.tokens import bytes_per_token
 from dapo_jax.plan.compiled import needed_bytes
 from dapo_jax.plan.memory import MARGIN, Phase
 from dapo_jax.plan.plan import Plan
 from dapo_jax.plan.remedies import ResidentPart, Tried, held_in
 from dapo_jax.plan.roofline import cache_bytes_per_token
+from dapo_jax.run.updater_setup import recorded_values
 
 SCHEMA_VERSION = 8
 """Version of the JSON output. It increases when a field is removed or its meaning changes."""
@@ -41,6 +43,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "resident": _data(plan.resident),
         "pages": _data(plan.pages),
         "cached_token_bytes": cache_bytes_per_token(plan.config, plan.decoder),
+        "recorded_bytes": recorded_bytes(plan),
         "recurrent_state_bytes": plan.decoder.state_bytes,
         "cache_fit": plan.cache_fit and _data(plan.cache_fit),
         "programs": [
@@ -205,6 +208,7 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
         ("rotary embedding of all positions", resident.rotations),
         (f"decode state of {plan.config.sampling.slots} slots per sampler", resident.decode_state),
         ("one cached token, on all devices of a sampler", cache_bytes_per_token(plan.config, plan.decoder)),
+        ("records of the responses of one step, in host memory", recorded_bytes(plan)),
         (f"KV cache of {pages.tokens:,} tokens in pages of {pages.page_tokens:,}, on all devices of a sampler", plan.cache_bytes),
         (f"KV cache of one response of {pages.capacity:,} tokens with its prompt, on all of its devices", plan.response_bytes),
         ("recurrent state of one sequence, on all devices of a sampler", plan.decoder.state_bytes),
@@ -224,6 +228,12 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
         ("updates per step x microbatches", f"{work.updates} x {work.microbatches}"),
         *((f"operations per step, {work.phase}, TFLOP", f"{work.flops / 1e12:,.3f}") for work in plan.works if work.flops),
     ]  # fmt: skip
+
+
+def recorded_bytes(plan: Plan) -> int:
+    """Returns the size in bytes of the records of all responses of a step (see `Tokens`), at their mean length. Each process has them in host memory."""
+    token = bytes_per_token(recorded_values(plan.config, plan.decoder))
+    return round(plan.work.responses * plan.work.response_mean * token)
 
 
 def _fullest(phases: Sequence[Phase]) -> list[Phase]:

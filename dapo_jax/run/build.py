@@ -11,7 +11,6 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.dapo.advantages import Advantages, step_advantages
 from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.dapo.tokens import bytes_per_token
 from dapo_jax.environments import Episodes
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
@@ -48,7 +47,7 @@ from dapo_jax.run.sampler_setup import rollout_spec
 from dapo_jax.run.sources import tokenizer_of
 from dapo_jax.run.teacher_setup import load_teacher, teacher_model
 from dapo_jax.run.training_pass import StepBatches
-from dapo_jax.run.updater_setup import has_reference, objective_of, recorded_values, routes_note, updater_of
+from dapo_jax.run.updater_setup import has_reference, objective_of, record_notes, recorded_values, updater_of
 from dapo_jax.sampling.caches import without_kernel
 from dapo_jax.training.update import Model, Objective, Updater
 
@@ -152,8 +151,7 @@ class Run:
         config, learner = self.config, self._learner
         grader = self._grading(graders, episodes, watch)
         recorded = recorded_values(config, self.policy.decoder)
-        if recorded:
-            self.notes.append(routes_note(config, bytes_per_token(recorded) - bytes_per_token()))
+        self.notes += record_notes(config, recorded)
         sampler = rollout_sampler(
             learner,
             config,
@@ -274,7 +272,7 @@ def rollout_sampler(
     learner: Learner, config: TrainConfig, *, has_reference: bool, teacher: Model | None, **options: Any
 ) -> ResponseSampler:
     """Builds the sampler of a training run, whose cache leaves room for a reference policy and a teacher. For `options`, see `response_sampler`."""
-    records = bool(recorded_values(config, learner.policy.decoder))
-    spec = rollout_spec(config, samplers=learner.meshes.count, records_routes=records)
+    recorded = {name for name, *_ in recorded_values(config, learner.policy.decoder)}
+    spec = rollout_spec(config, samplers=learner.meshes.count, records_routes="routes" in recorded)
     reference = learner.state_structs.params if has_reference else None
     return learner.sampler(spec, others=(teacher, reference), **options)

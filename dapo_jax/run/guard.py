@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from dapo_jax.checkpoints.manifest import flattened
 from dapo_jax.config import to_yaml
+from dapo_jax.dapo.centering import HEAD_MAX, MOST_HEAD
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.dapo.metrics import Max
 from dapo_jax.dapo.rollouts import Group
@@ -134,6 +135,7 @@ class Guard(Observer):
         self._session.check()  # first, because this observer and later ones write to the folder
         metrics, step = result.metrics, result.position.step
         skipped, drifted = self._skipped(result), self._drifted(step, metrics)
+        drifted = drifted or self._unnormalized(step, metrics)
         bad = nonfinite_leaves(result.state.params)
         ruined = f"the weights are not finite after step {step}: {some(bad)}" if bad else ""
         metrics[IN_A_ROW] = self._in_a_row
@@ -216,6 +218,16 @@ class Guard(Observer):
             f"step {step}: KL(sampler || trainer) is {kl:.3g} nats per token, over guard.max_mismatch_kl={limit:g}. Usual causes: "
             "tokens from earlier steps (dynamic_sampling.surplus=carry, rollout.in_flight), rounding to bfloat16, or different kernels. "
             "Set dynamic_sampling.surplus=discard or loss.correction=truncate, or raise the limit"
+        )
+
+    def _unnormalized(self, step: int, metrics: Mapping[str, float | int]) -> str:
+        """Checks that no head of the sampler has a probability above 1. Returns a reason to stop the run, or an empty string."""
+        largest = metrics.get(HEAD_MAX, 0.0)
+        if largest <= MOST_HEAD:
+            return ""
+        return (
+            f"step {step}: the sampler's {self._config.loss.center} most probable tokens have a probability of {largest:.6g} together, but it must be at most {MOST_HEAD}. "
+            "Their record is not normalized over the whole vocabulary, so loss.center would train on it wrongly: report this error, or set loss.center=0"
         )
 
     def _warn(self, step: int, text: str) -> None:

@@ -73,6 +73,7 @@ def rollout_spec(config: TrainConfig, *, samplers: int, records_routes: bool = F
         in_flight=-(-config.rollout.in_flight // samplers),
         has_turns=bool(config.environment.source),
         records_routes=records_routes,
+        heads=config.loss.center,
     )
 
 

@@ -1,6 +1,7 @@
 """Builds the objective and the updater from a configuration. Runs in the same process share updaters of the same shapes and options."""
 
 import json
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from dapo_jax.config import ConfigError, LossConfig, TrainConfig
 from dapo_jax.config.algorithms import CLIPS
 from dapo_jax.config.keys import named, prefixed
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
-from dapo_jax.dapo.tokens import Shapes
+from dapo_jax.dapo.tokens import HEADS, Shapes, bytes_per_token, head_shapes
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.lora import parted
@@ -54,24 +55,40 @@ def has_reference(config: TrainConfig, objective: Objective) -> bool:
         unset["teacher_logprobs"] = "teacher.source, with teacher.kl=sampled"
     for array in arrays & unset.keys():
         raise ConfigError(f"{name_of(objective)} requires the array {array}: set {unset[array]}")
+    for array in arrays & {"segment_ids", "ref_logprobs", "teacher_logprobs"} if config.loss.center else ():
+        reason = (
+            "it compares the tokens of a response"
+            if array == "segment_ids"
+            else "it is known for the sampled token only"
+        )
+        raise ConfigError(
+            f"loss.center={config.loss.center} needs an objective of single tokens, but {name_of(objective)} requires the array {array} ({reason}): set loss.center=0"
+        )
     return bool(config.loss.kl_coef) or "ref_logprobs" in arrays
 
 
 def recorded_values(config: TrainConfig, decoder: DecoderConfig) -> Shapes:
-    """Returns the optional values that a run records for each token: with routing replay, the experts that the sampler chose."""
+    """Returns the optional values that a run records for each token: with routing replay, the experts that the sampler chose, and with score centering its most
+    probable tokens."""
+    heads = head_shapes(config.loss.center)
     if config.rollout.routing_replay == "off" or decoder.routes is None:
-        return ()
-    return (("routes", *decoder.routes),)
+        return heads
+    return (("routes", *decoder.routes), *heads)
 
 
-def routes_note(config: TrainConfig, token_bytes: int) -> str:
-    """Returns a message about the size of the records of experts. `token_bytes` is the size of one token's record."""
+def record_notes(config: TrainConfig, recorded: Shapes) -> Iterator[str]:
+    """Yields a message about the size of each kind of record."""
     batch, longest = config.batch, config.data.max_prompt_tokens + config.episode_tokens
-    most = batch.prompts_per_step * batch.group_size * longest * token_bytes
-    return (
-        f"routing replay records {token_bytes} bytes per token: the groups of a step take up to {most / 2**30:.2f} GiB of host memory in each process, and as much is sent to "
-        "the other processes (to train without records, set rollout.routing_replay=off)"
-    )
+    tokens = batch.prompts_per_step * batch.group_size * longest
+    for what, off, names in (
+        ("routing replay", "rollout.routing_replay=off", ("routes",)),
+        ("score centering", "loss.center=0", HEADS),
+    ):
+        if each := bytes_per_token([shape for shape in recorded if shape[0] in names]) - bytes_per_token():
+            yield (
+                f"{what} records {each} bytes per token: the groups of a step take up to {tokens * each / 2**30:.2f} GiB of host memory in each process, and as much is sent to "
+                f"the other processes (to train without records, set {off})"
+            )
 
 
 def updater_of(

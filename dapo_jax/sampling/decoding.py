@@ -196,11 +196,12 @@ def _kept(logits: _Scores, above: _Masks, equal: _Masks, wanted: _SlotInts) -> _
 
 
 def draw(
-    logits: _Scores, keys: Key[Array, " slots"], positions: _SlotInts, decoding: Decoding
-) -> tuple[_SlotInts, _SlotFloats]:
-    """Samples one token per slot. Returns the tokens and their log-probabilities in nats.
+    logits: _Scores, keys: Key[Array, " slots"], positions: _SlotInts, decoding: Decoding, *, heads: int = 0
+) -> tuple[Array, ...]:
+    """Samples one token per slot. Returns the tokens and their log-probabilities in nats. With `heads`, also returns the ids of that many most probable tokens, most
+    probable first, and their log-probabilities, each [slots, heads]. Of equally probable tokens, the lower id comes first.
 
-    `keys` are the keys of the responses, and `positions` are the indices of the new tokens in their responses, from 0. The log-probability comes from the
+    `keys` are the keys of the responses, and `positions` are the indices of the new tokens in their responses, from 0. All log-probabilities come from the
     tempered softmax before top-k and top-p, or from the untempered softmax if decoding is greedy.
 
     Inverse transform sampling turns two uniform random numbers into a token: one selects a block of the vocabulary, the other an entry of the block. A single
@@ -233,7 +234,11 @@ def draw(
     likeliest = best * _BLOCK + jnp.argmax(_pick(tempered, best), axis=-1)
     tokens = jnp.where(greedy, likeliest, drawn).astype(jnp.int32)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - top - jnp.log(mass.sum(-1))
+    below_top, log_mass = chosen - top, jnp.log(mass.sum(-1))
+    if not heads:
+        return tokens, below_top - log_mass
+    largest, ids = jax.lax.top_k(scaled, heads)
+    return tokens, below_top - log_mass, ids, largest - top[:, None] - log_mass[:, None]
 
 
 def _blocks(scores: _Scores) -> Float[Array, "slots blocks block"]:

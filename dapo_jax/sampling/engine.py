@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from dapo_jax.dapo.tokens import NO_ROUTE
+from dapo_jax.dapo.tokens import HEADS, NO_ROUTE, head_shapes
 from dapo_jax.models.decoder import Block, EmbeddingAndHead
 from dapo_jax.models.layer_kinds import DecodingStep, Fixed, Paged
 from dapo_jax.models.presets import DecoderConfig
@@ -96,6 +96,7 @@ class DecoderEngine:
         holders = max(spec.slots * (1 + spec.parks), -(-spec.in_flight // spread) * spread)
         self.parks_states: bool = spec.parks and bool(config.fixed)
         self._routes = config.routes if spec.records_routes else None
+        self._heads = spec.heads
         self._takes_turns = spec.in_flight > spec.slots
         self._reads_again = spec.in_flight > 0 or spec.has_turns
         self.feed_tokens: int = FEED_TOKENS if spec.parks else 0
@@ -428,6 +429,8 @@ class DecoderEngine:
     def _blank(self, slots: int) -> dict[str, Array]:
         kinds = {"tokens": jnp.int32, "logprobs": jnp.float32, "valid": jnp.bool_}
         blank = {name: jnp.zeros((slots, self.steps_per_call), kind) for name, kind in kinds.items()}
+        for name, of_token, dtype in head_shapes(self._heads):
+            blank[name] = jnp.zeros((slots, self.steps_per_call, *of_token), dtype)
         if self._routes is not None:
             blank["routes"] = self._no_routes(slots, self.steps_per_call)
         return blank
@@ -451,9 +454,10 @@ class DecoderEngine:
 
         def advance(carry: _Carry) -> _Carry:
             step, state, so_far = carry
-            drawn = draw(state.logits, state.keys, state.generated, decoding)
-            tokens, logprobs = lax.with_sharding_constraint(drawn, self._rows)
+            drawn = draw(state.logits, state.keys, state.generated, decoding, heads=self._heads)
+            tokens, logprobs, *heads = lax.with_sharding_constraint(drawn, self._rows)
             new = {"tokens": tokens, "logprobs": logprobs, "valid": self._drawing(state, call.until)}
+            new |= zip(HEADS, heads, strict=False)
 
             def written(name: str, column: Array) -> Array:
                 if self.feed_tokens:

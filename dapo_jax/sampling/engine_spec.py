@@ -62,6 +62,8 @@ class EngineSpec:
     can. The answer's tokens are then fed. A batch-invariant engine re-prefills instead, because feeding rounds differently."""
     records_routes: bool = False
     """Whether the experts that a model with experts chooses for each token are returned."""
+    heads: int = 0
+    """Number of most probable tokens that are returned for each sampled token, with their log-probabilities. 0 returns none."""
 
     @property
     def stored_dtype(self) -> str:
@@ -113,6 +115,10 @@ class EngineSpec:
             raise ValueError(
                 f"sampling.slots={self.slots} must be a multiple of {BLOCK_SLOTS} x parallel.data x parallel.fsdp = {block} with sampling.batch_invariant=true, "
                 f"because each device decodes {BLOCK_SLOTS} slots at a time; for example {-(-self.slots // block) * block}"
+            )
+        if self.heads > config.vocab_size:
+            raise ValueError(
+                f"{self.heads} most probable tokens were asked for, but the model has {config.vocab_size}: lower loss.center (in serve, --top-logprobs)"
             )
         if self.capacity > config.max_positions:
             raise ValueError(

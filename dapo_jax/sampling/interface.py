@@ -27,6 +27,10 @@ class ResultTokens:
     """The experts chosen for the tokens that the slot processed, sampled and fed tokens alike, in order; then `NO_ROUTE`. None if the engine records nothing."""
     begins: Int[Array, " slots"] | Any = None
     """Index in the slot's context of the first token in `routes`."""
+    head_ids: Int[Array, "slots steps heads"] | Any = None
+    """The most probable tokens at the position of each sampled token, most probable first. None if the engine records nothing."""
+    head_logprobs: Float[Array, "slots steps heads"] | Any = None
+    """The log-probabilities of `head_ids` in nats, under the same distribution as `logprobs`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,7 @@ class _ChatBody(_Sampling, kw_only=True, frozen=True):
     model: str = ""
     max_completion_tokens: int | None = None
     logprobs: bool = False
+    top_logprobs: int = 0
     stream: bool = False
     stream_options: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
@@ -134,13 +135,19 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
             )
     if body.messages[-1]["role"] == "assistant":
         raise RequestError("messages: the last message is the assistant's; end with a user message")
+    most = limits.top_logprobs if body.logprobs else 0
+    if not 0 <= body.top_logprobs <= most:
+        remedy = "serve with a larger --top-logprobs" if body.logprobs else "also set logprobs to true"
+        raise RequestError(
+            f"top_logprobs is {body.top_logprobs}; the server accepts 0 to {most}: lower it, or {remedy}"
+        )
     variables = _template_variables(body, limits)
     try:
         prompt = conversation_ids(body.messages, limits.tokenizer, today=limits.today, variables=variables)
     except ValueError as error:
         raise RequestError(f"messages: {error!s:.1000}") from error
     return _request(
-        body, prompt, limits, logprobs=body.logprobs, return_token_ids=body.return_token_ids, tokens_as_ids=body.return_tokens_as_token_ids,
+        body, prompt, limits, logprobs=body.logprobs, top_logprobs=body.top_logprobs, return_token_ids=body.return_token_ids, tokens_as_ids=body.return_tokens_as_token_ids,
         stream=body.stream, include_usage=streaming.include_usage,
     )  # fmt: skip
 

@@ -6,16 +6,18 @@ import ipaddress
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from dapo_jax.dapo.tokens import HEADS
 from dapo_jax.serving.http_connections import Connections
 from dapo_jax.serving.http_requests import read_chat, read_completions, read_generate
 from dapo_jax.serving.request_loop import NewTokens, RequestError, RequestLoop, stopping
@@ -113,13 +115,23 @@ class GenerateAnswer:
         """Returns the log-probabilities and bytes of new tokens, or None if not requested. If `named`, tokens are identified by text instead of id."""
         if not self._request.logprobs:
             return None
-        entries = []
-        for token, logprob in zip(new.record.ids.tolist(), new.record.logprobs.tolist(), strict=True):
-            content = token_bytes(self._tokenizer, token)
-            name = decoded(self._tokenizer, [token]) if named else f"token_id:{token}"
-            entry = {"token": name, "logprob": logprob, "bytes": None if content is None else list(content)}
-            entries.append({**entry, "top_logprobs": []})
-        return {"content": entries}
+
+        def entries(ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
+            found = []
+            for token, logprob in zip(ids, logprobs, strict=True):
+                content = token_bytes(self._tokenizer, token)
+                name = decoded(self._tokenizer, [token]) if named else f"token_id:{token}"
+                found.append(
+                    {"token": name, "logprob": logprob, "bytes": None if content is None else list(content)}
+                )
+            return found
+
+        record, count = new.record, self._request.top_logprobs
+        none = np.zeros((len(record), 0))
+        heads = (record.arrays.get(name, none)[:, :count].tolist() for name in HEADS)
+        tops = map(entries, *heads)
+        sampled = entries(record.ids.tolist(), record.logprobs.tolist())
+        return {"content": [{**one, "top_logprobs": top} for one, top in zip(sampled, tops, strict=True)]}
 
     def usage(self) -> dict[str, int]:
         """Returns the numbers of tokens of the prompt and of the responses so far."""

@@ -104,6 +104,7 @@ class HttpOptions(ServingOptions):
     """The options of `dapo-jax serve`. Temperature, top-p and top-k are defaults, which a request can override."""
 
     model_name: str = ""
+    top_logprobs: int = 0
 
 
 def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = print) -> None:
@@ -298,6 +299,7 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
         most_responses=options.slots + options.queue,
         decoding=options.decoding(),
         template_kwargs=options.chat_template_kwargs,
+        top_logprobs=options.top_logprobs if isinstance(options, HttpOptions) else 0,
         # If a chat template prints a date, it gets the training run's date, so that prompts are the same as in training.
         today=PromptFormat(with_template_date(DataConfig(), like=data_of_run(source))).today,
     )
@@ -317,6 +319,7 @@ def request_loop(
             stop_ids=stop_ids(policy.tokenizer),
             compute_dtype=options.compute_dtype,
             batch_invariant=options.batch_invariant,
+            heads=limits.top_logprobs,
         )
         engine = DecoderEngine(policy.decoder, mesh, spec)
     except ValueError as error:

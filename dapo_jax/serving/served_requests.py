@@ -34,6 +34,8 @@ class CheckedRequest:
     stop: tuple[str, ...] = ()
     """The stop strings, which are not included in the returned text."""
     logprobs: bool = False
+    top_logprobs: int = 0
+    """Number of most probable tokens to return at each position, with their log-probabilities."""
     request_id: str = ""
     return_token_ids: bool = False
     tokens_as_ids: bool = False
@@ -61,6 +63,8 @@ class ServedLimits:
     """Default decoding options for requests."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Default values for `chat_template_kwargs`."""
+    top_logprobs: int = 0
+    """Maximum value of `top_logprobs` in a request."""
     today: date | None = None  # the date that some chat templates print
 
     def request(

@@ -38,7 +38,7 @@ Minibatch = tuple[Stack, ...]
 """The microbatches of one update: one stack per row length, longest rows first."""
 
 
-def with_array(minibatch: Minibatch, name: str, compute: Callable[[Stack], Array]) -> Minibatch:
+def with_array(minibatch: Minibatch, name: str, compute: Callable[[Stack], Array | None]) -> Minibatch:
     """Returns a copy of the minibatch in which the array `name` of each stack is replaced by `compute(stack)`."""
     return tuple(stack.with_arrays(**{name: compute(stack)}) for stack in minibatch)
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
+from dapo_jax.dapo.centering import centering_term
 from dapo_jax.dapo.corrections import drop_off_policy, importance_weights
 from dapo_jax.dapo.distillation import teacher_advantages, teacher_divergence
 from dapo_jax.dapo.losses import dapo_loss, kl_penalty
@@ -143,7 +144,7 @@ class UpdateOptions:
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
     recorded: Shapes = ()
-    """The optional values that the sampler records for each token."""
+    """The optional values that the sampler records for each token. If it records heads, the update centers the objective (see `dapo_jax.dapo.centering`)."""
 
 
 Sums = tuple[nnx.State, Float[Array, ""]]
@@ -215,6 +216,7 @@ class Updater:
         Must be called before the first update of a step, because the old policy is the policy at the start of the step.
         """
         filled, policy = self._placing.put(minibatches), self.model(state.params)
+        filled = [with_array(m, "old_head_logprobs", _sampler_heads) for m in filled]
         if self._select is not None:
             filled = [self._selected(m, policy) for m in filled]
         if self._options.old_logprobs == "sampler":
@@ -222,7 +224,9 @@ class Updater:
             filled = [with_array(m, "old_logprobs", recorded) for m in filled]
         elif self._select is None:
             # In the first update, the old policy is the current policy, so `_loss` uses the log-probabilities that it computes anyway.
-            filled[1:] = [with_array(m, "old_logprobs", self._scores(policy)) for m in filled[1:]]
+            filled[1:] = [
+                tuple(self._with_old(stack, self._score(policy, stack)) for stack in m) for m in filled[1:]
+            ]
         if self._reference is not None:
             filled = [reference_logprobs(m, partial(self._score, self._reference)) for m in filled]
         if self._teacher is not None:
@@ -242,9 +246,14 @@ class Updater:
         scores = [self._score(policy, stack) for stack in minibatch]
         stacks = zip(minibatch, scores, self._choose(minibatch, scores), strict=True)
         return tuple(
-            stack.with_arrays(old_logprobs=logprobs, selected=selected, noise=None)
-            for stack, (logprobs, *_), selected in stacks
+            self._with_old(stack, score, selected=selected, noise=None) for stack, score, selected in stacks
         )
+
+    def _with_old(self, stack: Stack, score: tuple[Array, ...], **others: Any) -> Stack:
+        """Fills in the log-probabilities of tokens and heads under the old policy, and `others`. `score` is the result of `_score_program`."""
+        if _sampler_heads(stack) is not None and self._options.old_logprobs == "trainer":
+            others["old_head_logprobs"] = score[1]
+        return stack.with_arrays(old_logprobs=score[0], **others)
 
     def _select_program(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> list[Array]:
         """Returns the selected tokens of each stack. The selection gets the tokens of all stacks in one vector."""
@@ -341,18 +350,20 @@ class Updater:
             lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=self._rows),
             blank_microbatch((), *also, recorded=self._options.recorded),
         )
-        return Stack(arrays, count)
+        heads = arrays.recorded.get("head_logprobs")
+        return Stack(replace(arrays, old_head_logprobs=heads), count)
 
     def _logprobs(self, models: tuple[Model, ...], microbatch: Microbatch) -> tuple[Array, ...]:
         """Returns the log-probability of each token under the first model given the tokens before it, the entropy, and the divergence from each other model.
 
-        All have shape [rows, seq]. Column 0 has no meaningful values. If the first model has experts, two more arrays follow: the number of layers in which the
-        router's choice differs from the record, [rows, seq], and each device's number of tokens per expert, for `routing_metrics`.
+        All have shape [rows, seq]. Column 0 has no meaningful values. If the sampler recorded heads, their log-probabilities [rows, seq, heads] come second. If the first
+        model has experts, two more arrays follow: the number of layers in which the router's choice differs from the record, [rows, seq], and each device's number of tokens per expert, for `routing_metrics`.
         """
 
         def program(models: tuple[Model, ...], m: Microbatch) -> tuple[Array, ...]:
             before, ends, counts = _hidden(models[0], m)
             teachers = [_hidden(model, replace(m, recorded={}))[:2] for model in models[1:]]
+            heads = m.recorded.get("head_ids")
             scores = ends.layout.logprobs(
                 before,
                 ends.unembedding(),
@@ -363,20 +374,23 @@ class Updater:
                 dtype=ends.compute_dtype,
                 teachers=[(states, layers.unembedding()) for states, layers in teachers],
                 caps=[layers.config.logit_cap for layers in (ends, *(layers for _, layers in teachers))],
+                heads=None if heads is None else heads.reshape(m.tokens.size, -1),
             )
-            return *(score.reshape(m.tokens.shape) for score in scores), *counts
+            return *(score.reshape(*m.tokens.shape, *score.shape[1:]) for score in scores), *counts
 
         return _decoder(models[0]).ends.layout.shard(program)(models, microbatch)
 
     def _score_program(self, model: Model, stack: Stack) -> tuple[Array, ...]:
-        """Computes the log-probabilities of all microbatches in a stack, and the entropy if the selection requires it, [capacity, rows, seq]."""
+        """Computes the log-probabilities of all microbatches in a stack, and the entropy if the selection requires it, [capacity, rows, seq]. If the sampler recorded
+        heads, their log-probabilities [capacity, rows, seq, heads] come second."""
 
         def score(i: Array, scores: tuple[Array, ...]) -> tuple[Array, ...]:
             new = self._logprobs((model,), stack.at(i))[: len(scores)]
             return jax.tree.map(partial(lax.dynamic_update_index_in_dim, index=i, axis=0), scores, new)
 
-        blank = jnp.zeros_like(stack.microbatches.old_logprobs)
-        return lax.fori_loop(0, stack.count, score, (blank,) * (1 + self._scores_entropy))
+        blank, heads = jnp.zeros_like(stack.microbatches.old_logprobs), _sampler_heads(stack)
+        of_heads = () if heads is None else (jnp.zeros_like(heads),)
+        return lax.fori_loop(0, stack.count, score, (blank, *of_heads, *[blank] * self._scores_entropy))
 
     def _nothing_program(self, params: nnx.State) -> Sums:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
@@ -406,36 +420,28 @@ class Updater:
         self, models: tuple[Model, ...], microbatch: Microbatch, first: Bool[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Metric]]:
         options, mask, sampler = self._options, microbatch.mask, microbatch.sampler_logprobs
-        logprobs, entropy, *others = self._logprobs(models, microbatch)
+        logprobs, *others = self._logprobs(models, microbatch)
+        heads = None if microbatch.old_head_logprobs is None else others.pop(0)
+        entropy, *others = others
         divergences, counts = others[: len(models) - 1], others[len(models) - 1 :]
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
-        token_weights, advantages, metrics = microbatch.weights, microbatch.advantages, dict[str, Metric]()
+        advantages, metrics = microbatch.advantages, dict[str, Metric]()
         if self._teacher is not None:
             teacher, coef = microbatch.teacher_logprobs, options.teacher_coef
             advantages, measured = teacher_advantages(advantages, teacher, old, mask, coef=coef)
             metrics |= measured
-        if options.correction != "none":
-            low, high = options.importance_range
-            rule = partial(importance_weights, correction=options.correction, low=low, high=high)
-            ratios, measured = rule(old, sampler, mask, microbatch.segment_ids)
-            token_weights, metrics = token_weights * ratios, metrics | measured
-        objective_weights = token_weights
-        if options.drop_off_policy is not None:
-            drop = partial(drop_off_policy, delta=options.drop_off_policy)
-            kept, measured = drop(current, sampler, advantages, mask, microbatch.segment_ids)
-            objective_weights, metrics = token_weights * kept, metrics | measured
-        if self._select is not None:
-            selected = microbatch.selected.astype(jnp.float32)
-            metrics["policy/selected_frac"] = token_mean(selected, mask)
-            if "selected" not in self._arrays:
-                objective_weights = objective_weights * selected
+        token_weights, objective_weights, measured = self._weights(microbatch, current, old, advantages)
+        metrics |= measured
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
-        provided = {**microbatch.arrays, "weights": objective_weights, "entropy": entropy}
-        arrays = {name: provided[name] for name in self._arrays}
-        loss, measured = self._objective(logprobs, old, advantages, mask, **arrays)
+        given = microbatch, logprobs, old, advantages
+        loss, measured = self._of_tokens(*given, weights=objective_weights, entropy=entropy)
         metrics = {**measured, **metrics, "policy/entropy": token_mean(entropy, mask)}
+        if heads is not None:
+            term, measured = self._centering(microbatch, heads, entropy, first)
+            # The value of the term has no meaning, so the loss has its gradient only.
+            loss, metrics = loss + (term - lax.stop_gradient(term)), metrics | measured
         metrics |= mismatch_metrics(trainers, sampler, compared, advantages, first)
         if counts:
             config = _decoder(models[0]).ends.config
@@ -463,6 +469,62 @@ class Updater:
         # The loss is therefore set to NaN, so that `_apply_program` skips the update.
         loss = jnp.where(jnp.stack(list(nonfinite.values())).any(), jnp.nan, loss)
         return loss, metrics | {name: Max(bad.astype(jnp.float32)) for name, bad in nonfinite.items()}
+
+    def _weights(
+        self, microbatch: Microbatch, current: Array, old: Array, advantages: Array
+    ) -> tuple[Array, Array, dict[str, Metric]]:
+        """Returns the weights of tokens with the correction, the weights of the objective, which also exclude tokens, and metrics."""
+        options, mask, sampler = self._options, microbatch.mask, microbatch.sampler_logprobs
+        token_weights, metrics = microbatch.weights, dict[str, Metric]()
+        if options.correction != "none":
+            low, high = options.importance_range
+            rule = partial(importance_weights, correction=options.correction, low=low, high=high)
+            ratios, measured = rule(old, sampler, mask, microbatch.segment_ids)
+            token_weights, metrics = token_weights * ratios, metrics | measured
+        objective_weights = token_weights
+        if options.drop_off_policy is not None:
+            drop = partial(drop_off_policy, delta=options.drop_off_policy)
+            kept, measured = drop(current, sampler, advantages, mask, microbatch.segment_ids)
+            objective_weights, metrics = token_weights * kept, metrics | measured
+        if self._select is not None:
+            selected = microbatch.selected.astype(jnp.float32)
+            metrics["policy/selected_frac"] = token_mean(selected, mask)
+            if "selected" not in self._arrays:
+                objective_weights = objective_weights * selected
+        return token_weights, objective_weights, metrics
+
+    def _of_tokens(
+        self, microbatch: Microbatch, logprobs: Array, old: Array, advantages: Array, **computed: Array
+    ) -> tuple[Float[Array, ""], Mapping[str, Metric]]:
+        """Calls the objective with the arrays of a microbatch, and with `computed` arrays."""
+        provided = {**microbatch.arrays, **computed}
+        arrays = {name: provided[name] for name in self._arrays}
+        return self._objective(logprobs, old, advantages, microbatch.mask, **arrays)
+
+    def _centering(
+        self, microbatch: Microbatch, heads: Array, entropy: Array, first: Bool[Array, ""]
+    ) -> tuple[Float[Array, ""], dict[str, Metric]]:
+        """Returns the term that centers the objective, and its metrics. `heads` are the log-probabilities of the recorded heads under the policy.
+
+        The objective is called with all tokens of the heads, and the tails, in the place of the sampled tokens."""
+        old = microbatch.old_head_logprobs
+        if self._options.old_logprobs == "trainer":
+            old = jnp.where(first, lax.stop_gradient(heads), old)
+        repeated = partial(jnp.repeat, repeats=heads.shape[-1] + 1, axis=1)
+        same = jax.tree.map(repeated, replace(microbatch, recorded={}, old_head_logprobs=None))
+
+        def objective(*three: Array) -> Array:
+            now, before, sampler = (each.reshape(same.mask.shape) for each in three)
+            m = replace(same, sampler_logprobs=sampler)
+            _, weights, _ = self._weights(m, now, before, m.advantages)
+            computed = {"weights": weights, "entropy": repeated(entropy)}
+            return self._of_tokens(m, now, before, m.advantages, **computed)[0]
+
+        scale = microbatch.weights * microbatch.advantages
+        if self._select is not None:
+            scale = scale * microbatch.selected
+        recorded = microbatch.recorded["head_logprobs"]
+        return centering_term(objective, heads, old, recorded, microbatch.mask, scale)
 
     def _apply_program(
         self, state: TrainState, sums: Sums, learning_rate: Float[Array, ""]
@@ -504,6 +566,11 @@ def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any, tuple[Array, ...]]
         hidden, routing = hidden
         counts = tuple(routing[name].astype(jnp.float32) for name in ("flipped", "load"))
     return looked_up(hidden, m.previous).reshape(-1, hidden.shape[-1]), decoder.ends, counts
+
+
+def _sampler_heads(stack: Stack) -> Array | None:
+    """Returns the log-probabilities of the heads that the sampler recorded, or None if it recorded none."""
+    return stack.microbatches.recorded.get("head_logprobs")
 
 
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:

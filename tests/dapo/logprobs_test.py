@@ -259,16 +259,21 @@ def test_chunks_of_accelerators_have_the_oracle_s_values_and_gradients(
         np.testing.assert_allclose(gradient, plain, rtol=1e-9, atol=1e-10)
 
 
-def test_chunks_of_accelerators_ignore_padding_and_take_a_teacher_on_several_devices(x64, as_on_accelerators):
+def test_chunks_of_accelerators_ignore_padding_and_take_heads_and_a_teacher_on_several_devices(
+    x64, as_on_accelerators
+):
     """Each of four devices has 260 rows, and 1,003 of all 1,040 rows are entries. The two chunks of 256 entries on a device have 512 - 260 = 252 rows in common. A teacher has
-    1,100 rows."""
+    1,100 rows. Each position has 50 heads."""
     hidden, table, targets = random_head(0, np.float64, 1003)
     its, other, _ = random_head(1, np.float64, 1100)
     table = jnp.pad(table, ((0, 37), (0, 0)), constant_values=5.0)
+    rng = np.random.default_rng(2)
+    heads = jnp.asarray(np.stack([rng.permutation(1003)[:50] for _ in range(TOKENS)]), jnp.int32)
     mesh = jax.make_mesh((4,), ("part",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
     def scores(hidden, table, other, axis=None):
         how = {"vocab_size": 1003, "vocab_axis": axis, "chunk_vocab": 300, "teachers": [(its, other)]}
+        how["heads"] = heads
         return chunked_logprobs(hidden, table, targets, **how)
 
     def sharded(hidden, table, other):
@@ -282,12 +287,13 @@ def test_chunks_of_accelerators_ignore_padding_and_take_a_teacher_on_several_dev
         own, others = (jax.nn.log_softmax(x @ each[:1003].T) for x, each in ((hidden, table), (its, other)))
         chosen = jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0]
         entropy = -jax.lax.stop_gradient((jnp.exp(own) * own).sum(-1))
-        return chosen, entropy, (jnp.exp(own) * (own - others)).sum(-1)
+        of_heads = jnp.take_along_axis(own, heads, axis=1)
+        return chosen, of_heads, entropy, (jnp.exp(own) * (own - others)).sum(-1)
 
     def gradient(score):
         def total(table):
-            logprobs, _, divergence = found = score(hidden, table, other)
-            return weighted(logprobs) + weighted(divergence[::-1]), found
+            logprobs, of_heads, _, divergence = found = score(hidden, table, other)
+            return weighted(logprobs) + weighted(divergence[::-1]) + weighted(of_heads.reshape(-1)), found
 
         return jax.jit(jax.grad(total, has_aux=True))(table)
 
@@ -370,3 +376,28 @@ def test_the_caps_of_policy_and_teacher_by_hand(x64):
     found, gradient = jax.value_and_grad(divergence)(jnp.array([[0.0], [2.0]]))
     assert float(found) == pytest.approx(0.088321097, rel=1e-7)
     assert float(gradient[1, 0]) == pytest.approx(-0.014488303, rel=1e-7)
+
+
+@pytest.mark.parametrize(("vocab", "chunk_vocab"), [(11, 4), (14, 4), (11, 64)])
+def test_the_logprobs_of_heads_match_a_softmax_of_all_logits(x64, vocab, chunk_vocab):
+    """1e-12: sums of up to 14 terms in float64. Three heads at each position; chunks as above. The gradients are of a sum over targets and heads with unequal weights."""
+    hidden, unembedding, targets = random_head(5, np.float64, vocab)
+    rng = np.random.default_rng(6)
+    heads = jnp.asarray(np.stack([rng.permutation(vocab)[:3] for _ in range(TOKENS)]), jnp.int32)
+    factors = jnp.asarray(rng.normal(size=(TOKENS, 3)))
+
+    def in_chunks(hidden, unembedding):
+        how = {"temperature": 0.7, "chunk_vocab": chunk_vocab, "heads": heads}
+        logprobs, of_heads, _ = chunked_logprobs(hidden, unembedding, targets, **how)
+        return weighted(logprobs) + (of_heads * factors).sum(), of_heads
+
+    def whole(hidden, unembedding):
+        every = jax.nn.log_softmax(hidden @ unembedding.T / 0.7)
+        of_heads = jnp.take_along_axis(every, heads, axis=1)
+        chosen = jnp.take_along_axis(every, targets[:, None], axis=1)[:, 0]
+        return weighted(chosen) + (of_heads * factors).sum(), of_heads
+
+    ways = (jax.value_and_grad(way, argnums=(0, 1), has_aux=True) for way in (in_chunks, whole))
+    found, expected = (jax.jit(way)(hidden, unembedding) for way in ways)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())

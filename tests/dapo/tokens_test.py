@@ -5,7 +5,7 @@ import pytest
 
 from dapo_jax.dapo.batching import Example, training_examples
 from dapo_jax.dapo.rollouts import ContextSpan, Group, Prompt, Response, Rollout, TurnSpan, Verdict
-from dapo_jax.dapo.tokens import VALUES, Tokens, TokenValue, bytes_per_token, join
+from dapo_jax.dapo.tokens import HEADS, VALUES, Tokens, TokenValue, bytes_per_token, join
 from dapo_jax.training.row_packing import pack
 
 FURTHER = {
@@ -28,7 +28,7 @@ def numbered(first, stop, *left_out):
     """Tokens whose values are functions of their ids, except values that are left out."""
     ids = np.arange(first, stop)
     arrays = {"logprobs": -ids / 8, "routes": (ids % 200)[:, None, None], "value": -ids / 4}
-    arrays |= {name: ids[:, None] * [1, 2, 3] for name in ("top", "load")}
+    arrays |= {name: 1 + ids[:, None] * [1, 2, 3] for name in ("top", "load", *HEADS)}
     return Tokens(ids, **{n: array for n, array in arrays.items() if n in VALUES and n not in left_out})
 
 
@@ -49,7 +49,7 @@ def blank(tokens):
 
 def test_cut_join_and_append_keep_all_values(further):
     whole = numbered(3, 12)
-    assert set(whole.arrays) == {"tokens", "logprobs", "routes", *further}
+    assert set(whole.arrays) == {"tokens", "logprobs", "routes", *HEADS, *further}
     assert_same(join([whole.cut(0, 4), whole.cut(4, 4), whole.cut(4)]), whole)
     for sizes in ((4, 5), (0, 9), (1,) * 9):
         grown, first = Tokens(), 0
@@ -69,13 +69,13 @@ def test_a_record_that_grows_by_thousands_keeps_all_values():
 
 
 def test_values_that_are_left_out_are_blank(further):
-    mixed = join([numbered(0, 2, "logprobs"), Tokens([7]), numbered(3, 5, *FURTHER, "routes")])
+    mixed = join([numbered(0, 2, "logprobs"), Tokens([7]), numbered(3, 5, *FURTHER, "routes", *HEADS)])
     grown = Tokens()
-    for part in (numbered(0, 2, "logprobs"), Tokens([7]), numbered(3, 5, *FURTHER, "routes")):
+    for part in (numbered(0, 2, "logprobs"), Tokens([7]), numbered(3, 5, *FURTHER, "routes", *HEADS)):
         grown.append(part)
     assert_same(grown, mixed)
     assert mixed.logprobs.tolist() == [0.0, 0.0, 0.0, -0.375, -0.5]
-    assert blank(mixed) == {name: [False, False, True, True, True] for name in ("routes", *further)}
+    assert blank(mixed) == {name: [False, False, True, True, True] for name in ("routes", *HEADS, *further)}
 
 
 def test_a_token_keeps_its_first_processed_values():
@@ -137,10 +137,10 @@ def test_all_values_are_packed_next_to_their_tokens(further):
     prompt = Prompt(ordinal=0, tokens=np.arange(5, 8, dtype=np.int32), text="", answer="")
     rollout = Rollout(response=response, text="", verdict=Verdict(correct=True), reward=1.0)
     rows = training_examples([Group(prompt=prompt, rollouts=(rollout,))], [[1.0]])
-    whole = join([numbered(5, 8, "logprobs", "value", "top"), record])
+    whole = join([numbered(5, 8, "logprobs", "value", "top", *HEADS), record])
     assert_same(join([part for row in rows for part in (row.prompt, row.response)]), whole)
     [m] = pack(rows, np.ones(2), row_tokens=12, rows_per_microbatch=1)
-    assert set(m.recorded) == {"routes", *further}
+    assert set(m.recorded) == {"routes", *HEADS, *further}
     for name in VALUES:
         packed = m.arrays[VALUES[name].packed or name][0]
         assert packed.dtype in VALUES[name].dtypes

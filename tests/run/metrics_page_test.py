@@ -11,7 +11,7 @@ from dapo_jax.health.watchdogs import NAMES, SEEN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 NAME = re.compile(
-    r"`((?:rollout|reward|policy|teacher|update|nonfinite|sync|routing|importance|watchdog|time|speed|memory|eval)/[^`]+)`"
+    r"`((?:rollout|reward|policy|teacher|update|nonfinite|sync|routing|importance|center|watchdog|time|speed|memory|eval)/[^`]+)`"
 )
 
 
@@ -60,6 +60,7 @@ def logged(micro, run_micro, rows, even_sum, model, moe_model):
         model__source=moe_model,
         teacher=TeacherConfig(source=model, rewards=True),
         guard__max_mismatch_kl=1.0,
+        loss__drop_off_policy=0.5,
         eval__every_steps=1,
         **clipped,
         **rounded,
@@ -71,7 +72,7 @@ def logged(micro, run_micro, rows, even_sum, model, moe_model):
         rollout=RolloutConfig(in_flight=8, round_tokens=2),
         loss__correction="mask",
         loss__select="high_entropy",
-        loss__drop_off_policy=0.5,
+        loss__center=3,
     )
     results = [
         run_micro(taught, reward=[(extracting, 1.0), ("exact", 0.5)], eval_rows=rows),

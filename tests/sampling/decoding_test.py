@@ -234,6 +234,29 @@ def test_seed_ordinal_index_and_position_each_change_the_sample():
     assert len(set(tokens.tolist())) == 6
 
 
+@pytest.mark.parametrize("heads", [1, 7, 40])
+def test_heads_are_the_most_probable_tokens_with_ties_by_id(heads):
+    """Logits of few values, so that there are ties. 1e-6: a sum of 40 numbers in float32. Top-p changes no log-probability, as for the sampled token."""
+    logits = np.random.default_rng(0).integers(-4, 5, (6, 40)).astype(np.float32)
+    for how, temperature in (
+        (decoding(temperature=0.7), 0.7),
+        (decoding(temperature=0.0), 1.0),
+        (decoding(top_p=0.5), 1.0),
+    ):
+        tokens, logprobs, ids, of_heads = draw(
+            jnp.asarray(logits), keys_for(6), jnp.zeros(6, jnp.int32), how, heads=heads
+        )
+        tempered = logits.astype(np.float64) / temperature
+        every = tempered - np.logaddexp.reduce(tempered, axis=-1, keepdims=True)
+        expected = np.argsort(-logits, axis=-1, kind="stable")[:, :heads]
+        np.testing.assert_array_equal(ids, expected)
+        np.testing.assert_allclose(of_heads, np.take_along_axis(every, expected, -1), rtol=0, atol=1e-6)
+        is_sampled = np.asarray(ids == tokens[:, None])
+        np.testing.assert_array_equal(
+            np.asarray(of_heads)[is_sampled], np.asarray(logprobs)[is_sampled.any(-1)]
+        )
+
+
 def test_other_values_compile_nothing():
     program = jax.jit(lambda *arguments: draw(*arguments))
     rows, keys, positions = jnp.zeros((3, 7)), keys_for(3), jnp.zeros(3, jnp.int32)

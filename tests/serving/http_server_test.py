@@ -57,6 +57,7 @@ MESH = make_mesh(devices=jax.devices()[:1])
 ASKED = {"role": "user", "content": "12 + 34"}
 LIMITS = ServedLimits(
     model="tiny", tokenizer=TOKENIZER, vocabulary=CONFIG.vocab_size, max_prompt_tokens=LONGEST, max_response_tokens=LIMIT, most_responses=MOST,
+    top_logprobs=3,
 )  # fmt: skip
 
 
@@ -89,7 +90,10 @@ def transfer():
 
 @pytest.fixture(scope="module")
 def engine():
-    spec = EngineSpec(slots=SLOTS, capacity=LONGEST + LIMIT, steps_per_call=4, stop_ids=TOKENIZER.stop_ids)
+    capacity, heads = LONGEST + LIMIT, LIMITS.top_logprobs
+    spec = EngineSpec(
+        slots=SLOTS, capacity=capacity, steps_per_call=4, stop_ids=TOKENIZER.stop_ids, heads=heads
+    )
     return WatchedEngine(CONFIG, MESH, spec)
 
 
@@ -357,6 +361,33 @@ def test_a_judge_can_be_asked_here(address, tmp_path):
     same = chat(address, temperature=0, max_tokens=9)
     assert f"replied {same['choices'][0]['message']['content']!r:.200}, but judge.score" in verdict.reason
     assert judge.counts == {"calls": 1, "cache_hits": 0, "tokens": same["usage"]["total_tokens"]}
+
+
+def test_a_request_may_ask_for_the_most_likely_tokens(address):
+    """A greedy token is the first of them, and each entry has the form of a sampled token's."""
+    how = {"logprobs": True, "return_tokens_as_token_ids": True, "max_tokens": 6}
+    [greedy] = chat(address, temperature=0, top_logprobs=1, **how)["choices"]
+    for entry in greedy["logprobs"]["content"]:
+        [top] = entry.pop("top_logprobs")
+        assert top == entry
+    [three] = chat(address, seed=3, top_logprobs=3, **how)["choices"]
+    [two] = chat(address, seed=3, top_logprobs=2, **how)["choices"]
+    for entry, same in zip(three["logprobs"]["content"], two["logprobs"]["content"], strict=True):
+        tops = entry["top_logprobs"]
+        assert same["top_logprobs"] == tops[:2]
+        assert len({top["token"] for top in tops}) == 3
+        assert [top["logprob"] for top in tops] == sorted((top["logprob"] for top in tops), reverse=True)
+        assert entry["logprob"] <= tops[0]["logprob"]
+    assert all(
+        not entry["top_logprobs"] for entry in chat(address, **how)["choices"][0]["logprobs"]["content"]
+    )
+    for wrong, remedy in (
+        ({"top_logprobs": 4}, "--top-logprobs"),
+        ({"top_logprobs": 1, "logprobs": False}, "logprobs to true"),
+    ):
+        answered = ask(address, CHAT, {"messages": [ASKED], "logprobs": True, **wrong})
+        assert answered.status == 400
+        assert remedy in answered.message
 
 
 @pytest.mark.parametrize("as_ids", [False, True])

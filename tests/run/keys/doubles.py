@@ -35,7 +35,14 @@ class Engine(ScriptedEngine):
             page_sizes=sizes,
         )  # fmt: skip
         self.decoder, self.mesh, self.prefill_shape = decoder, mesh, spec.prefill
-        for name in ("compute_dtype", "cache_dtype", "batch_invariant", "has_turns", "records_routes"):
+        for name in (
+            "compute_dtype",
+            "cache_dtype",
+            "batch_invariant",
+            "has_turns",
+            "records_routes",
+            "heads",
+        ):
             setattr(self, name, getattr(spec, name))
         self.hows, self.keys, self.limits = [], [], set()
 

@@ -153,7 +153,19 @@ def recorded(look):
     return look.updates.options.recorded, look.engine.records_routes
 
 
+def heads(look):
+    """The values in minibatches, and the number of most probable tokens that the engine records."""
+    look.run()
+    return look.updates.options.recorded, look.engine.heads
+
+
 WATCHERS = [
+    watch(
+        "loss.center",
+        heads,
+        (0, ((), 0)),
+        (3, ((("head_ids", (3,), "int32"), ("head_logprobs", (3,), "float32")), 3)),
+    ),
     watch(
         "rollout.routing_replay",
         recorded,
