@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Num
 
 from dapo_jax.numerics.quantization import Quantized
@@ -27,18 +28,23 @@ class WeightSharding(NamedTuple):
     """The dimension that is sharded."""
     parts_first: bool = False
     """If True, gradients are summed in a form that every TPU compiler accepts. However, each device then computes some of these sums in full."""
+    as_stored: bool = False
+    """If True, shards keep the default order in memory. A collective on a GPU wants `dim` first, and the compiler would otherwise reorder all layers' weights and gradients."""
 
     def gathered(self, part: Array) -> Array:
         """Gathers the whole weight from the shards on all devices."""
-        return lax.all_gather(part, self.axis, axis=self.dim, tiled=True)
+        return lax.all_gather(self._in_order(part), self.axis, axis=self.dim, tiled=True)
 
     def summed(self, whole: Array) -> Array:
         """Sums `whole` over all devices along the axis, and returns this device's shard of the sum."""
         if not self.parts_first:
-            return lax.psum_scatter(whole, self.axis, scatter_dimension=self.dim, tiled=True)
+            return self._in_order(lax.psum_scatter(whole, self.axis, scatter_dimension=self.dim, tiled=True))
         shape, count = whole.shape, lax.axis_size(self.axis)
         parts = whole.reshape(*shape[: self.dim], count, shape[self.dim] // count, *shape[self.dim + 1 :])
         return lax.psum_scatter(jnp.moveaxis(parts, self.dim, 0), self.axis, scatter_dimension=0, tiled=False)
+
+    def _in_order(self, part: Array) -> Array:
+        return with_layout_constraint(part, Layout(tuple(range(part.ndim)))) if self.as_stored else part
 
 
 def product(

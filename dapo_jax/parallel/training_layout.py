@@ -70,8 +70,9 @@ class MeshLayout(Layout):
         if self.mesh.shape["fsdp"] == 1 or "fsdp" not in split:
             return None
         # On v5e and v6e ("lite"), libtpu 0.0.50 cannot reduce-scatter along lanes if the parts do not fill registers.
-        parts_first = "lite" in self.mesh.devices.flat[0].device_kind
-        return WeightSharding("fsdp", split.index("fsdp"), parts_first)
+        device = self.mesh.devices.flat[0]
+        parts_first, as_stored = "lite" in device.device_kind, device.platform == "gpu"
+        return WeightSharding("fsdp", split.index("fsdp"), parts_first, as_stored)
 
     def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
         return x if self.mesh.shape["tensor"] == 1 else _gather(x, "tensor", 1, _sent(self.mesh, dtype))

@@ -119,5 +119,5 @@ def change_metrics(
             count += weight.size
     if count:
         for name, sums in (("changed", changed), ("predicted", predicted)):
-            metrics[f"update/stored_{name}_frac"] = Mean(sum(sums) / count, one)
+            metrics[f"update/stored_{name}_frac"] = Mean(sum(sums) / float(count), one)
     return metrics

