@@ -53,6 +53,9 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     """Action if there are too few informative groups after `max_waves` waves: error, or train_fewer, which trains on the groups that were found."""
     surplus: str = key("discard", choices=["discard", "carry"])
     """Treatment of informative groups that a step does not need. discard drops them, as in the released recipe. carry keeps them for the next step, which then needs fewer new groups."""
+    skip_solved: int = key(0)
+    """Number of successive visits of a prompt with only correct responses after which the prompt rests for 4 epochs. It is then sampled again, and the count begins at 0. A truncated or
+    lost response ends the count. Resting prompts are skipped without changing the order of the others. 2 is a good value, and 1 also skips prompts with signal. 0 means that no prompt rests."""
     metric: str = key("correct", choices=["correct", "score"], aliases="filter_groups.metric")
     """Value that decides whether a group is informative. A group is kept if its responses do not all have the same value. correct: the verdict, from the first grader if there are several.
     If the grader returns a number, a response with a number above 0 counts as correct. score: the numeric score, summed over the graders if there are several. With score, the
@@ -78,6 +81,9 @@ class RolloutConfig(Section, at="rollout"):
     max_staleness: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
     """Bound n on staleness, in steps. Each step waits for the groups in flight that started n steps earlier. No group starts while the unfinished and unused groups suffice for n + 1 steps.
     Training data is then rarely older than n steps, and never older than 2n + 1 steps. 0 means no bound."""
+    saved: bool = key(False)
+    """Train on the response that each row of the dataset has, instead of sampling, to distil on saved rollouts (https://arxiv.org/abs/2610.11291). A row is a line of RUN_DIR/rollouts, or
+    of a file of `dapo-jax eval --keep`. Needs a teacher. Graders and the sampler are used in evaluations only."""
     routing_replay: str = key("sampler", choices=["off", "sampler"], aliases="enable_rollout_routing_replay")
     """The experts that the trainer uses for a token of a model with experts. sampler: the experts that the sampler chose, in all log-probabilities and updates of the policy (rollout
     routing replay, R3, https://arxiv.org/abs/2510.11370). off: the trainer's own choice, which rounding changes for some tokens. The record takes one byte per token, layer and
@@ -429,6 +435,8 @@ class TrainConfig(RunConfig):
         self._check_advantages()
         if self.teacher.source:
             self._check_teacher()
+        if self.rollout.saved:
+            self._check_saved()
 
     def _check_advantages(self) -> None:
         advantage, size = self.advantage, self.batch.kept or self.batch.group_size
@@ -467,6 +475,7 @@ class TrainConfig(RunConfig):
             self.refuse("loss.select", "a selection without advantages with teacher.source", remedy)
         for name, by_reward, needs in (
             ("dynamic_sampling.enabled", self.dynamic_sampling.enabled, "false"),
+            ("dynamic_sampling.skip_solved", self.dynamic_sampling.skip_solved > 0, "0"),
             ("environment.credit", self.environment.credit == "turn", "episode"),
             ("advantage.rewards", self.advantage.rewards == "apart", "summed"),
             ("batch.keep", self.batch.kept_by != "shortest", "a number"),
@@ -474,6 +483,20 @@ class TrainConfig(RunConfig):
             if by_reward and not self.teacher.rewards:
                 remedy = f"rewards are not learnt, and all groups are trained on: set it to {needs}, or teacher.rewards=true"
                 self.refuse(name, f"{needs} with teacher.source", remedy)
+
+    def _check_saved(self) -> None:
+        for name, holds, needs in (
+            ("teacher.source", bool(self.teacher.source), "a teacher"),
+            ("batch.group_size", self.batch.group_size == 1, "1"),
+            ("batch.groups_per_update", self.teacher.kl == "full" or self.batch.groups_per_update == self.batch.prompts_per_step, "batch.prompts_per_step, or teacher.kl=full,"),
+            ("data.deduplicate", not self.data.deduplicate, "false"),
+            ("rollout.in_flight", not self.rollout.in_flight, "0"),
+            ("environment.source", not self.environment.source, "no environment"),
+        ):  # fmt: skip
+            if not holds:
+                self.refuse(
+                    name, f"{needs} with rollout.saved", "a row has one response: change it, or sample"
+                )
 
     def _check_waves(self) -> None:
         most, wave, step = self.dynamic_sampling.max_waves, self.prompts_per_wave, self.batch.prompts_per_step

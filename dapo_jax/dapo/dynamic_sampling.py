@@ -4,8 +4,8 @@ Groups are judged by their verdicts, before any reward shaping. A step trains on
 Training on the groups that finish first instead would favour short responses.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from dapo_jax.dapo.rollouts import Group
 
@@ -64,6 +64,46 @@ class ShortfallError(RuntimeError):
     """Dynamic sampling reached its sampling limit before it found enough informative groups."""
 
 
+REST_EPOCHS = 4
+"""Number of epochs for which a solved row rests. Then it is sampled again, and the count of its visits begins at 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """Rows that rest after `visits` successive visits in which all responses were correct. Only past verdicts decide, so it is the same in every process."""
+
+    visits: int = 0
+    """If 0, no row rests."""
+    rows: int = 1
+    row_of: Callable[[int], int] = int
+    """The number of rows, and a function from an ordinal to its row. Ordinal o is in epoch o // rows."""
+    streaks: Mapping[int, int] = field(default_factory=dict)
+    """Maps a row to the number of its latest successive visits that were solved, or to minus the last epoch in which it rests."""
+
+    def awake(self, ordinal: int) -> int:
+        """Returns the first ordinal, from `ordinal` on, whose row does not rest. Raises ShortfallError if no row is awake within an epoch."""
+        for at in range(ordinal, ordinal + self.rows):
+            if (streak := self.streaks.get(self.row_of(at), 0)) >= 0 or at // self.rows > -streak:
+                return at
+        raise ShortfallError(
+            f"all {self.rows} rows rest after dynamic_sampling.skip_solved={self.visits} successive visits with only correct responses: use harder data, or raise the key"
+        )
+
+    def after(self, groups: Sequence[Group]) -> "Solved":
+        """Returns the rows that rest after the visits `groups`, in the order of their ordinals. A truncated or lost response ends a streak."""
+        streaks = dict(self.streaks)
+        for group in groups if self.visits else ():
+            row, epoch = self.row_of(group.prompt.ordinal), group.prompt.ordinal // self.rows
+            streak = 1 + max(0, streaks.pop(row, 0))
+            if all(one.correct and not one.truncated and not one.verdict.lost for one in group.rollouts):
+                streaks[row] = -epoch - REST_EPOCHS if streak == self.visits else streak
+        return replace(self, streaks=streaks)
+
+    def resting_frac(self, ordinal: int) -> float:
+        """Returns the share of rows that rest in the epoch of `ordinal`."""
+        return sum(-streak >= max(1, ordinal // self.rows) for streak in self.streaks.values()) / self.rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class Collected:
     """The groups of one step."""
@@ -87,6 +127,8 @@ class Collected:
     """Number of sampling rounds in this step, or 0 if the step samples in waves instead of keeping rollouts in flight."""
     drawn_tokens: int | None = None
     """Number of tokens sampled in this step if rollouts are kept in flight. If None (waves), the tokens in `sampled` are counted instead."""
+    solved: Solved = field(default_factory=Solved)
+    """The rows that rest after this step."""
 
     def logged(self, count: int) -> Sequence[Group]:
         """Returns the groups whose rollouts are logged: the first `count` sampled groups or, with rollouts in flight, the first `count` trained groups.

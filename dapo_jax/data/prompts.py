@@ -181,12 +181,15 @@ class PromptStream:
     def __init__(self, source: PromptSource, *, hosts: int = 1, ahead: int = 128) -> None:
         """Creates the stream for one of `hosts` hosts, without loading any row. Up to `ahead` prompts are tokenized in advance."""
         self._source, self._hosts, self._ahead = source, hosts, ahead
-        self._next, self._prompts = -1, iter(list[Prompt]())
+        self._next, self._prompts = -ahead, iter(list[Prompt]())
 
     def at(self, ordinal: int) -> Prompt:
         """Returns the prompt at `ordinal`, with the errors of `PromptSource`. Threads then prepare the prompts that follow."""
-        if ordinal != self._next:
+        if not self._next <= ordinal < self._next + self._ahead:
+            self._next = ordinal
             self._prompts = self._source.stream(ordinal, stride=self._hosts, ahead=self._ahead)
+        for _ in range(self._next, ordinal, self._hosts):
+            next(self._prompts)  # prompts that rest
         prompt = next(self._prompts)
         self._next = ordinal + self._hosts
         return prompt

@@ -6,7 +6,14 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError, Tally, is_informative, nothing_to_learn
+from dapo_jax.dapo.dynamic_sampling import (
+    Collected,
+    ShortfallError,
+    Solved,
+    Tally,
+    is_informative,
+    nothing_to_learn,
+)
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
 from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits, Request
@@ -35,6 +42,8 @@ class Position:
     """Informative groups from earlier steps that are ready for training."""
     in_flight: InFlight | None = None
     """None if the run samples in waves, or if nothing has started."""
+    streaks: Mapping[int, int] = field(default_factory=dict)
+    """The solved visits of each row, see `Solved.streaks`."""
 
 
 @dataclass(kw_only=True)
@@ -65,6 +74,8 @@ class Collector:
     """If False, ready groups that the step does not train on are discarded when it ends."""
     best: Callable[[Group], Group] = lambda group: group
     """Returns a group with only those responses that may be trained on, see `Group.best`."""
+    solved: Solved = field(default_factory=Solved)
+    """The rows that rest in this step."""
     tally: Tally = field(default_factory=Tally)
     """Counts of the groups whose verdicts arrived in this step."""
     waves: int = 0
@@ -130,10 +141,10 @@ class Collector:
         """Returns the responses that start now, in order. Episodes first wait for their environment's first answer. For waves, see `VirtualClock.start`."""
         if self.clock.sizes.waves:
             within = self.max_groups is None or (self.waves + 1) * self._wave <= self.max_groups
-            started = self.clock.start() if within else []
+            started = self.clock.start(self.solved.awake) if within else []
             self.waves += bool(started)
             return started
-        started = self.clock.start()
+        started = self.clock.start(self.solved.awake)
         assert self.prompt_at is not None
         for response in started:
             prompt = self.prompt_of(response.ordinal) if response.index else self.prompt_at(response.ordinal)
@@ -249,6 +260,7 @@ class Collector:
             version=version,
             rounds=self.rounds,
             drawn_tokens=None if self.clock.sizes.waves else self.drawn_tokens,
+            solved=self.solved.after(self._judged),
         )
 
     def going_on(self) -> InFlight | None:

@@ -14,9 +14,10 @@ from itertools import chain, islice
 
 from jaxtyping import PyTree
 
-from dapo_jax.config import TrainConfig
-from dapo_jax.dapo.rollouts import Group, Prompt
-from dapo_jax.dapo.tokens import Shapes
+from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.dapo.dynamic_sampling import Solved
+from dapo_jax.dapo.rollouts import Group, Prompt, Response
+from dapo_jax.dapo.tokens import Shapes, Tokens
 from dapo_jax.data.prompts import PromptSource, PromptStream
 from dapo_jax.environments import Episodes
 from dapo_jax.evaluation import responses_kept
@@ -102,7 +103,8 @@ class GroupSampling:
 
     def collector(self, position: Position) -> Collector:
         """Returns the collector for the step after `position`."""
-        config, dynamic = self._config, self._config.dynamic_sampling
+        config, dynamic, prompts = self._config, self._config.dynamic_sampling, self._prompts
+        rows = {"rows": prompts.rows_per_epoch, "row_of": prompts.row_index, "streaks": position.streaks}
         return Collector.after(
             position,
             self._sizes,
@@ -114,6 +116,7 @@ class GroupSampling:
             trains_fewer=dynamic.on_shortfall == "train_fewer",
             keeps_surplus=self._in_rounds or dynamic.surplus == "carry",
             best=lambda group: group.best(config.batch.kept, by=config.batch.kept_by),
+            solved=Solved(visits=dynamic.skip_solved, **rows) if dynamic.skip_solved else Solved(),
         )
 
     def groups(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
@@ -150,7 +153,7 @@ class GroupSampling:
         return evaluated
 
     def _waves(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
-        alone, begin, phases = self._exchange.alone, collector.cursor, self._exchange.phases
+        alone, begun, phases = self._exchange.alone, list[int](), self._exchange.phases
 
         def certain() -> list[int]:
             """Starts all waves that are certain to be needed. Returns the ordinals of their prompts."""
@@ -159,7 +162,7 @@ class GroupSampling:
 
         def whole(group: Group) -> bool:
             """Returns whether other processes need the group's tokens, because it may be trained on or is logged."""
-            return collector.informative(group) or group.prompt.ordinal < begin + LOGGED_GROUPS
+            return collector.informative(group) or group.prompt.ordinal in begun[:LOGGED_GROUPS]
 
         mine = deque[int]()
 
@@ -170,16 +173,20 @@ class GroupSampling:
             return [self._stream.at(mine.popleft()) for _ in range(min(count, len(mine)))]
 
         while ordinals := certain():
+            begun += ordinals
             mine.extend(filter(self._exchange.takes, ordinals))
-            sampled = self._sampler.sample(
-                weights,
-                prompts,
-                decoding=decoding(temperature=self._config.sampling.temperature),
-                samples=self._config.batch.group_size,
-                domain=TRAINING,
-                version=collector.clock.version,
-                environments=self._episodes,
-            )
+            if self._config.rollout.saved:
+                sampled = ((found[0], (saved_response(found[0]),)) for found in iter(partial(prompts, 1), []))
+            else:
+                sampled = self._sampler.sample(
+                    weights,
+                    prompts,
+                    decoding=decoding(temperature=self._config.sampling.temperature),
+                    samples=self._config.batch.group_size,
+                    domain=TRAINING,
+                    version=collector.clock.version,
+                    environments=self._episodes,
+                )
             sampled = phases.each("sample", sampled)
             if alone:
                 groups = phases.each("grade", self._stop.watched(self._grading.groups(sampled)))
@@ -259,6 +266,18 @@ class GroupSampling:
     def _prompt_at(self, ordinal: int) -> Prompt:
         self._watch.note("reading prompts")
         return self._prompts[ordinal]
+
+
+def saved_response(prompt: Prompt) -> Response:
+    """Returns the response in a prompt's row (`rollout.saved`). Raises ConfigError if the row was not saved with the prompt's tokens."""
+    row = prompt.row
+    if row.get("prompt_token_ids") != prompt.tokens.tolist():
+        raise ConfigError(
+            f"rollout.saved: row {prompt.ordinal} has prompt_token_ids={row.get('prompt_token_ids')}, needs the tokens of its prompt, {prompt.tokens.tolist()}: "
+            "use a file that `dapo-jax eval --keep` wrote, with the same tokenizer, and name the question by data.source_options={prompt: row.prompt, answer: answer}"
+        )
+    record = Tokens(row["response_token_ids"], logprobs=row["logprobs"])
+    return Response(record=record, finish_reason=row["finish_reason"])
 
 
 class Assignment:

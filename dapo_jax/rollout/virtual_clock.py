@@ -10,7 +10,7 @@ Waves (DAPO, Algorithm 1) use the same clock, with rounds as long as the longest
 Decisions depend only on lengths and verdicts, not on time, devices, slots or processes. So a run repeats bit for bit, although its steps overlap.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,8 +87,9 @@ class VirtualClock:
                 if ResponseId(ordinal, index) < self.following:
                     yield ResponseId(ordinal, index)
 
-    def start(self) -> list[ResponseId]:
-        """Returns the responses to start now, in order: as many as bring the number in flight to `in_flight`, unless the age limit prevents it.
+    def start(self, awake: Callable[[int], int] = int) -> list[ResponseId]:
+        """Returns the responses to start now, in order: as many as bring the number in flight to `in_flight`, unless the age limit prevents it. `awake`
+        maps an ordinal to the first ordinal from it on that is sampled. The ordinals before it are used without being sampled.
 
         Without rollouts in flight, returns the whole next wave if it is needed whatever the pending verdicts are, and otherwise an empty list.
         """
@@ -98,12 +99,13 @@ class VirtualClock:
         else:
             room = sizes.in_flight - sum(1 for _ in self.in_flight())
         while len(started) < room:
-            ordinal, index = response = self.following
+            ordinal, index = self.following
             if index == 0:
                 if bound and len(self.groups) + len(self.ready) >= (bound + 1) * sizes.needed:
                     break
+                ordinal = awake(ordinal)
                 self.groups[ordinal] = GroupInFlight(self.version, set(range(sizes.samples_per_prompt)))
-            started.append(response)
+            started.append(ResponseId(ordinal, index))
             is_last = index + 1 == sizes.samples_per_prompt
             self.following = ResponseId(ordinal + 1, 0) if is_last else ResponseId(ordinal, index + 1)
         return started

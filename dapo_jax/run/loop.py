@@ -141,8 +141,8 @@ def run_steps(
         scalars = with_association(with_effective_share(to_scalars(measured)))
         minibatches = minibatch = ()  # frees device memory before the next step is sampled
 
-        cursor, carry = collected.cursor, collected.carry
-        position = Position(step=step, cursor=cursor, carry=carry, in_flight=collector.going_on())
+        kept = {"cursor": collected.cursor, "carry": collected.carry, "streaks": collected.solved.streaks}
+        position = Position(step=step, in_flight=collector.going_on(), **kept)
         ended = clock()
         times = _times(collected, began, sampled, ended)
         times |= {f"time/{name}_s": phases.get(name, 0.0) for name in ("grade", "wait")}

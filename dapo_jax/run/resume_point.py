@@ -42,6 +42,8 @@ class ResumePoint:
     def progress(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the JSON data for a checkpoint, with the run's `identity`. Carried groups and responses in flight are stored separately, as arrays."""
         progress: dict[str, Any] = {"cursor": self.position.cursor, IDENTITY: dict(identity)}
+        if self.position.streaks:
+            progress["streaks"] = [list(item) for item in self.position.streaks.items()]
         if self.unfinished is not None:
             progress[UNFINISHED] = json.dumps(self.unfinished)  # as text, because NaN is not valid JSON
         return progress
@@ -67,9 +69,10 @@ def resume_point(restored: Restored, where: str, *, prompt_at: Callable[[int], P
         groups, in_flight = groups_of(restored.carry, prompt_at), flight_of(restored.carry, prompt_at)
     except ValueError as error:
         raise DamagedError(f"{where} is damaged in its groups or responses in flight: {error}") from error
+    kept = {"cursor": cursor, "streaks": dict(restored.progress.get("streaks", []))}
     return ResumePoint(
         state=restored.state,
-        position=Position(step=restored.step, cursor=cursor, carry=groups, in_flight=in_flight),
+        position=Position(step=restored.step, carry=groups, in_flight=in_flight, **kept),
         unfinished=None if unfinished is None else json.loads(unfinished),
     )
 

@@ -46,8 +46,11 @@ _METRICS = {
     "weights_version": ("gauge", "Training step of the weights."),
 }
 """The metrics of `GET /metrics`, each with its Prometheus type and its meaning. Their names begin with `dapo_jax_`."""
-_WITHIN_S = ("0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0", "25.0", "50.0", "100.0", "+Inf")
-"""Upper bounds of the histogram's buckets, in seconds."""
+_BUCKETS = {
+    f'request_seconds_bucket{{le="{bound}"}}': float(bound)
+    for bound in ("0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0", "25.0", "50.0", "100.0", "+Inf")
+}
+"""Maps the buckets of the histogram to their upper bounds in seconds."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -59,14 +62,14 @@ class Counts:
         sums = (
             "prompt_tokens_total",
             "sampled_tokens_total",
-            *map(_bucket, _WITHIN_S),
+            *_BUCKETS,
             "request_seconds_sum",
         )
         self._samples: dict[str, float | int] = dict.fromkeys((*sums, "request_seconds_count"), 0)
 
     def add(self, status: str, prompt_tokens: int, sampled_tokens: int, seconds: float) -> None:
         """Adds one request."""
-        added = dict.fromkeys((_bucket(bound) for bound in _WITHIN_S if seconds <= float(bound)), 1)
+        added = dict.fromkeys((name for name, bound in _BUCKETS.items() if seconds <= bound), 1)
         added |= {f'requests_total{{status="{status}"}}': 1, "request_seconds_count": 1}
         tokens = {"prompt_tokens_total": prompt_tokens, "sampled_tokens_total": sampled_tokens}
         for name, value in {**added, **tokens, "request_seconds_sum": seconds}.items():
@@ -79,10 +82,6 @@ class Counts:
             lines += [f"# HELP dapo_jax_{name} {meaning}", f"# TYPE dapo_jax_{name} {kind}"]
             lines += [f"dapo_jax_{key} {value}" for key, value in samples.items() if key.startswith(name)]
         return "\n".join(lines) + "\n"
-
-
-def _bucket(bound: str) -> str:
-    return f'request_seconds_bucket{{le="{bound}"}}'
 
 
 class GenerateAnswer:

@@ -117,9 +117,8 @@ class RequestLoop:
         slots, under_way = self._loop.slots, self.under_way
         sizes, running = slots.pages.sizes, min(slots.live, under_way)
         free = sum(slots.pages.free(pool) for pool in range(sizes.pools)) / (sizes.pools * sizes.pool_pages)
-        waiting = under_way - running
-        gauges = {"responses_running": running, "responses_waiting": waiting, "cache_used_ratio": 1 - free}
-        return {**gauges, "weights_version": self.version}
+        load = {"weights_version": self.version, "responses_running": running}
+        return {**load, "responses_waiting": under_way - running, "cache_used_ratio": 1 - free}
 
     def submit(
         self, prompt: Int[np.ndarray, " prompt"], options: OwnOptions, *, count: int, max_tokens: int, listener: Listener,

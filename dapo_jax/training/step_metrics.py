@@ -25,6 +25,8 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
     in_flight: dict[str, float | int] = {}
     if collected.drawn_tokens is not None:
         in_flight = {"rollout/rounds": collected.rounds, "rollout/drawn_tokens": collected.drawn_tokens}
+    if collected.solved.visits:
+        in_flight["rollout/resting_frac"] = collected.solved.resting_frac(collected.cursor)
     metrics = {
         "rollout/prompts": len(collected.sampled),
         "rollout/waves": collected.waves,

@@ -124,6 +124,7 @@ batch.group_size=1 dynamic_sampling.enabled=false advantage.baseline=leave_one_o
 batch.group_size=1 dynamic_sampling.enabled=false advantage.baseline=length_weighted -> advantage.baseline: found 'length_weighted'
 batch.keep=1 -> batch.keep: found 1; 2 to 15; batch.group_size = 16
 batch.keep=16 -> batch.keep: found 16; 2 to 15
+teacher.source=shipped:quickstart dynamic_sampling.enabled=false dynamic_sampling.skip_solved=2 -> dynamic_sampling.skip_solved: found 2; 0 with teacher.source
 batch.keep.longest=8 -> batch.keep: found 'longest'; shortest or reward_per_token or improbable
 batch.keep.improbable=7 sampling.temperature=0 -> sampling.temperature: found 0; more than 0
 batch.keep.reward_per_token=1 -> batch.keep: found; 2 to 15
@@ -134,6 +135,10 @@ teacher.coef=2 -> teacher.coef: found 2; teacher.source
 teacher.source=shipped:quickstart -> dynamic_sampling.enabled: found true; teacher.source; teacher.rewards=true
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false batch.keep.reward_per_token=8 -> batch.keep: found; teacher.source
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false batch.keep.improbable=8 -> batch.keep: found; teacher.source
+rollout.saved=true -> teacher.source: found ''; a teacher with rollout.saved
+teacher.source=shipped:quickstart algorithm=opd rollout.saved=true -> batch.group_size: found 16; 1 with rollout.saved
+teacher.source=shipped:quickstart algorithm=opd rollout.saved=true batch.group_size=1 -> batch.groups_per_update: found 32; batch.prompts_per_step, or teacher.kl=full
+teacher.source=shipped:quickstart algorithm=opd rollout.saved=true batch.group_size=1 teacher.kl=full -> data.deduplicate: found true; false
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false environment.source=guess environment.credit=turn -> environment.credit: found 'turn'; episode; teacher.rewards=true
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false advantage.rewards=apart reward.grader=[{"grader":"exact"},{"grader":"math"}] -> advantage.rewards: found 'apart'; summed; teacher.rewards=true
 teacher.source=shipped:quickstart teacher.rewards=true sampling.temperature=0.9 -> sampling.temperature: found 0.9; teacher.source

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.distillation import teacher_advantages
+from dapo_jax.dapo.distillation import teacher_advantages, teacher_divergence
 from dapo_jax.dapo.losses import dapo_loss, kl_penalty
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.objectives import dppo_loss
@@ -97,3 +97,31 @@ def test_verls_loss_on_k3_is_the_penalty_with_the_teacher_as_reference(seed):
     beyond = jnp.exp(difference) - 1.0 - difference > 10.0
     assert beyond.any()
     assert_gradient(seed, "verl_k3_loss", loss, now, mask & ~beyond)
+
+
+def ascent(policy, loss):
+    """The negated gradient of `loss(logprobs of both entries)` with respect to the logits of a policy over two entries."""
+    logits = jnp.log(jnp.array(policy))
+    return -np.asarray(jax.grad(lambda z: loss(jax.nn.log_softmax(z)))(logits))
+
+
+@pytest.mark.parametrize(
+    ("policy", "sampled", "full"), [((0.6, 0.4), 0.26548, 0.23540), ((0.8, 0.2), 0.0, 0.0)]
+)
+def test_saved_tokens_of_an_older_policy_have_another_mean_ascent(policy, sampled, full):
+    """Two tokens, each saved once by a policy of (1/2, 1/2). The advantage of entry y is log(pi_T(y) / pi(y)), of the current policy (0.6, 0.4). The gradient of
+    log pi(y) with respect to the first logit is 0.4 or -0.6: (0.4 log(0.8 / 0.6) - 0.6 log(0.2 / 0.4)) / 2 = 0.26548. The exact divergence has the weights 0.6 and
+    0.4 of the current policy instead of the halves: 0.24 (log(0.8 / 0.6) - log(0.2 / 0.4)) = 0.23540. At pi = pi_T both are 0."""
+    teacher, mask, weights = jnp.log(jnp.array([[0.8, 0.2]])), jnp.ones((1, 2), bool), jnp.full((1, 2), 0.5)
+
+    def by_tokens(logprobs):
+        now = jax.lax.stop_gradient(logprobs)[None]
+        advantages, _ = teacher_advantages(jnp.zeros((1, 2)), teacher, now, mask)
+        return dapo_loss(logprobs[None], now, advantages, mask, weights=weights)[0]
+
+    def by_divergence(logprobs):
+        divergence = (jnp.exp(logprobs) * (logprobs - teacher[0])).sum()
+        return teacher_divergence(jnp.full((1, 2), divergence), mask, weights=weights)[0]
+
+    for loss, expected in ((by_tokens, sampled), (by_divergence, full)):
+        np.testing.assert_allclose(ascent(policy, loss), [expected, -expected], atol=5e-6)

@@ -59,6 +59,7 @@ def logged(micro, run_micro, rows, even_sum, model, moe_model):
         steps=1,
         model__source=moe_model,
         teacher=TeacherConfig(source=model, rewards=True),
+        dynamic_sampling__skip_solved=2,
         guard__max_mismatch_kl=1.0,
         loss__drop_off_policy=0.5,
         eval__every_steps=1,

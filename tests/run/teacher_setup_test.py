@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config import ConfigError, DynamicSamplingConfig, RolloutConfig, TeacherConfig
+from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.build import Run
 from dapo_jax.run.meshes import mesh_of
 from dapo_jax.run.policy import Policy, find_policy, load_policy
@@ -46,8 +47,8 @@ def distilling(micro, teacher):
     return make
 
 
-def never(sample):
-    raise AssertionError("a response was graded")
+def never(*arguments, **options):
+    raise AssertionError("a response was graded or sampled")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,62 @@ def test_without_rewards_nothing_is_graded_and_every_group_is_trained_on(trained
         }
     initial = params_of(find_policy(model))
     assert any((a != b).any() for a, b in zip(initial, params_of(trained), strict=True))
+
+
+@pytest.fixture(scope="module")
+def saved(trained):
+    """The eight responses that the first step of `trained` sampled, as rows."""
+    return read_rollouts(trained.run_dir / "rollouts" / "step_000001.jsonl")
+
+
+@pytest.fixture
+def reading(distilling, monkeypatch):
+    """Makes configurations that train on four saved responses per step. The sampler fails."""
+    monkeypatch.setattr(ResponseSampler, "sample", never)
+
+    def make(run_dir=None, **changes):
+        config = distilling(run_dir, **changes)
+        return replace(
+            config,
+            batch=replace(config.batch, group_size=1, prompts_per_step=4, groups_per_update=4),
+            advantage=replace(config.advantage, baseline="none"),
+            data=replace(config.data, shuffle=False, deduplicate=False),
+            log=replace(config.log, rollouts_every_steps=1),
+            checkpoint=replace(config.checkpoint, every_steps=1),
+            rollout=RolloutConfig(saved=True),
+        )
+
+    return make
+
+
+def test_saved_responses_are_trained_on_in_the_order_of_the_file(trained, saved, reading, run_micro):
+    """Neither the sampler nor a grader is called. A run in two parts is equal bit for bit. The divergence at the first four responses is, with the four others, the
+    divergence of the run that sampled them: both are means over tokens at the same weights."""
+    found = run_micro(reading(), prompts=saved, reward=never)
+    for step in (1, 2):
+        logged = read_rollouts(found.run_dir / "rollouts" / f"step_{step:06d}.jsonl")
+        for row, expected in zip(logged, saved[4 * step - 4 : 4 * step], strict=True):
+            for name in ("prompt_token_ids", "response_token_ids", "logprobs", "finish_reason"):
+                assert row[name] == expected[name]
+            assert row["spans"] == [[0, 0]]
+    assert [line["rollout/age_max"] for line in found.metrics] == [0, 1]
+    part = reading(steps=1)
+    run_micro(part, prompts=saved, reward=never)
+    again = run_micro(reading(part.run_dir), prompts=saved, reward=never, resume=True)
+    assert_equal_weights(again, found)
+    halves = [run_micro(reading(steps=1), prompts=half, reward=never) for half in (saved[:4], saved[4:])]
+    counts = [sum(row["response_tokens"] for row in half) for half in (saved[:4], saved[4:])]
+    mean = np.average([half.metrics[0]["teacher/reverse_kl"] for half in halves], weights=counts)
+    # The sampling run has two updates, and the second compares with the policy before the first: the same weights. Its means are in float32.
+    assert mean == pytest.approx(trained.metrics[0]["teacher/reverse_kl"], rel=1e-5)
+
+
+def test_a_row_that_was_saved_with_other_tokens_is_refused(saved, reading, run_micro):
+    wrong = [{**saved[0], "prompt_token_ids": [1]}, *saved[1:]]
+    with pytest.raises(
+        ConfigError, match=r"rollout\.saved: row 0 has prompt_token_ids=\[1\], needs.*eval --keep"
+    ):
+        run_micro(reading(steps=1), prompts=wrong, reward=never)
 
 
 def test_evaluations_are_graded_and_change_no_weights(trained, distilling, run_micro, rows):
