@@ -12,7 +12,6 @@ The coefficients $c$ are not written down for any objective: $-w A\, c(v)$ is th
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +52,8 @@ def centering_term(
         scale: $w A$ of each position, for the metric `center/push`.
 
     Returns:
-        The term, whose value has no meaning, and metrics. `center/push` is the mean of $\sum_H |q_v c(v) - E p_v|$ over the positions where $w A$ is not 0. This is the gradient of
-        the term by the logits of the head, divided by $w A$, and $E$ is the mean of $c$ under $q$. `center/sampler_head` and `center/trainer_head` are the mean probabilities
+        The term, whose value has no meaning, and metrics. `center/push` is the mean of $\sum_H |q_v c(v) - E p_v|$ over the positions in the mask. This is the gradient of
+        the term by the logits of the head, divided by $w A$, and $E$ is the mean of $c$ under $q$. It is 0 where $w A$ is 0. `center/sampler_head` and `center/trainer_head` are the mean probabilities
         of the head.
     """
 
@@ -73,10 +72,10 @@ def centering_term(
     term = jnp.sum(pull[..., :-1] * known(logprobs))
     push = jnp.abs(slopes - slopes.sum(-1, keepdims=True) * p)[..., :-1].sum(-1)
     pushed = mask & (scale != 0)
-    push = push / jnp.where(pushed, jnp.abs(scale), 1.0)
+    push = jnp.where(pushed, push / jnp.where(pushed, jnp.abs(scale), 1.0), 0.0)
     heads = [each[..., :-1].sum(-1) for each in (q, p)]
     return term, {
-        "center/push": replace(token_mean(push, pushed), rare=True),
+        "center/push": token_mean(push, mask),
         "center/sampler_head": token_mean(heads[0], mask),
         "center/trainer_head": token_mean(heads[1], mask),
         HEAD_MAX: Max(jnp.where(mask, heads[0], 0.0).max()),

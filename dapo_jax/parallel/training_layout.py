@@ -204,7 +204,7 @@ class MeshLayout(Layout):
         dtype: str,
         teachers: Sequence[tuple[Array, Array]] = (),
         **how: Any,
-    ) -> tuple[Float[Array, " tokens"], ...]:
+    ) -> tuple[Array, ...]:
         """Computes the log-probabilities of all target tokens. Each device along `tensor` handles a part of the vocabulary."""
         table = self._table(unembedding, dtype)
         padded = len(table) * self.mesh.shape["tensor"] != vocab_size
@@ -222,7 +222,7 @@ class MeshLayout(Layout):
     def _table(self, weight: Float[Array, "entries shard"], dtype: str) -> Float[Array, "entries embed"]:
         return _widened(weight, self.weight_sharding(("vocab", "embed")), dtype)
 
-    def _share(self, result: Float[Array, "rows part"]) -> Float[Array, "rows part"]:
+    def _share(self, result: Float[Array, "rows part *heads"]) -> Float[Array, "rows part *heads"]:
         """Keeps this device's share of an array that is replicated along `tensor`, and sets the rest to zero. The shares of all devices add up to the array."""
         flat, tensor = result.reshape(-1), self.mesh.shape["tensor"]
         mine = jnp.arange(flat.size, dtype=jnp.int32) * tensor // flat.size == lax.axis_index("tensor")

@@ -522,7 +522,7 @@ class Updater:
 
         scale = microbatch.weights * microbatch.advantages
         if self._select is not None:
-            scale = scale * microbatch.selected
+            scale = jnp.where(microbatch.selected, scale, 0.0)
         recorded = microbatch.recorded["head_logprobs"]
         return centering_term(objective, heads, old, recorded, microbatch.mask, scale)
 

@@ -160,9 +160,9 @@ def test_the_gradient_and_the_metrics_are_the_references(x64, key):
     scalars = to_scalars(metrics)
     for metric in ("push", "sampler_head", "trainer_head"):
         if f"{name}/{metric}" in FIXTURES.files:
-            # A token with the advantage 0 is not pushed, so it does not count.
-            pushed = batch.mask & ((batch.advantages != 0)[:, None] | (metric != "push"))
-            mean = FIXTURES[f"{name}/{metric}"][pushed].mean()
+            # A token with the advantage 0 is not pushed.
+            counted = (batch.advantages != 0)[:, None] | (metric != "push")
+            mean = (FIXTURES[f"{name}/{metric}"] * counted)[batch.mask].mean()
             assert scalars[f"center/{metric}"] == pytest.approx(mean, abs=1e-12), metric
 
 
