@@ -79,7 +79,7 @@ IDEAS = {
     "gdpo": "Each of several graders is normalized within the group before they are added, so no grader dominates by its scale.",
     "reinforce": "The policy gradient, weighted by the ratio to the sampler's policy, which is capped.",
     "gpg": "The policy gradient without any ratio: with `cap: null`, every weight is 1.",
-    "score_centering": "REINFORCE with a capped ratio, and without the mean push of a token that comes from the difference between sampler and policy. The key `loss.center` works with other objectives, too.",
+    "score_centering": "REINFORCE with a capped ratio, without the mean push that comes from a sampler that differs from the policy. `loss.center` works with other objectives, too.",
     "dro": "A quadratic penalty on the log-ratio replaces the clip.",
     "topr": "Good responses are always learned. Other responses are weighted by their ratio, which is at most 1.",
     "deepseek_v3_2": "GRPO with a KL penalty to the reference policy. Bad responses that the policy has moved away from are excluded (`loss.drop_off_policy`).",
