@@ -104,12 +104,9 @@ def test_a_run_resumed_in_flight_is_the_uninterrupted_run(flying, weight_dtype, 
     config = flying(steps=1, **how)
     run_micro(config)
     same_run(run_micro(flying(config.run_dir, steps=3, **how), resume=True), whole)
-    first, *later = whole.metrics
     assert all(line["center/sampler_head_max"] <= 1.0001 for line in whole.metrics)
-    pushes = [line["center/push"] for line in later]
+    pushes = [line["center/push"] for line in whole.metrics[1:]]
     assert max(pushes) > 1e-3, "later tokens are of older weights"
-    # The first update of the first step trains on the tokens of its own weights. Without rounding, only its second update pushes.
-    assert (first["center/push"] > 1e-3) == bool(weight_dtype)
 
 
 # Slow: two runs. `test_a_run_resumed_in_flight_is_the_uninterrupted_run` has another key.
