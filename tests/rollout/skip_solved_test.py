@@ -136,9 +136,10 @@ def test_a_resumed_run_skips_the_same_prompts(flying, skipping, run_micro, even_
     whole = run_micro(skipping(**options), reward=reward)
     resting = [line["rollout/resting_frac"] for line in whole.metrics[-6:]]
     assert resting[-1] >= 3 / 9
-    seen = visited(whole, 6)
-    assert set.union(*seen[:3]) & set(EASY)
-    assert not set.union(*seen[4:]) & set(EASY), "three prompts rest in epochs 1 to 4"
+    if not flying:  # in flight, only groups with a signal are logged
+        seen = visited(whole, 6)
+        assert set.union(*seen[:3]) & set(EASY)
+        assert not set.union(*seen[4:]) & set(EASY), "three prompts rest in epochs 1 to 4"
     folder = skipping(**options).run_dir
     for steps in (4, 6):
         found = run_micro(skipping(folder, steps=steps, **options), reward=reward, resume=steps > 4)
