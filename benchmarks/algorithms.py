@@ -26,7 +26,12 @@ TEACHER = "teacher_0"
 def overrides(name: str, folder: Path) -> list[str]:
     """Returns the keys of a run that the algorithm's name does not set."""
     graders = "reward.grader=[{grader: exact}, {grader: kimi_length, weight: 0.5}]"
-    given = {"gdpo": [graders], "opd": [f"teacher.source={folder / TEACHER / 'model'}"], "teacher": []}
+    given = {
+        "score_centering": ["loss.center=17"],
+        "gdpo": [graders],
+        "opd": [f"teacher.source={folder / TEACHER / 'model'}"],
+        "teacher": [],
+    }
     return [*([] if name == "teacher" else [f"algorithm={name}"]), *given.get(name, [])]
 
 

@@ -177,7 +177,7 @@ def stored_gradient(config, gradients, key):
 
 
 OTHER_SETTINGS = {
-    "deepseek_v3_flat", "gemma3_wrapped", "gemma4_dense", "gemma4_moe", "gemma4_wrapped", "glm4_moe_lite", "glm4_moe_lite_hub", "gpt_oss_mxfp4", "granite_hybrid_dense", "nemotron_h_latent",
+    "deepseek_v3_flat", "gemma3_wrapped", "gemma4_dense", "gemma4_moe", "gemma4_wrapped", "glm4_moe", "glm4_moe_lite", "glm4_moe_lite_hub", "gpt_oss_mxfp4", "granite_hybrid_dense", "granitemoe", "nemotron_h_latent",
     "qwen3_5_moe_hub", "qwen3_5_moe_wrapped", "qwen3_next", "youtu",
 }  # fmt: skip
 """Folders with the layers of another folder. They are loaded and saved in the default tier, and their programs are slow to compile."""

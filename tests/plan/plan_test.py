@@ -78,6 +78,7 @@ def test_layers_that_read_the_keys_of_earlier_layers_have_no_cache():
         "sampling.max_response_tokens=7680",
         "batch.row_tokens=8192",
         "parallel.fsdp=1",
+        "parallel.tensor=1",
         "parallel.sampler_tensor=1",
         "batch.rows_per_microbatch=4",
     ]
