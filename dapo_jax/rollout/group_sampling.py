@@ -176,7 +176,10 @@ class GroupSampling:
             begun += ordinals
             mine.extend(filter(self._exchange.takes, ordinals))
             if self._config.rollout.saved:
-                sampled = ((found[0], (saved_response(found[0]),)) for found in iter(partial(prompts, 1), []))
+                most = self._config.sampling.max_response_tokens
+                sampled = (
+                    (found[0], (saved_response(found[0], most),)) for found in iter(partial(prompts, 1), [])
+                )
             else:
                 sampled = self._sampler.sample(
                     weights,
@@ -268,15 +271,21 @@ class GroupSampling:
         return self._prompts[ordinal]
 
 
-def saved_response(prompt: Prompt) -> Response:
-    """Returns the response in a prompt's row (`rollout.saved`). Raises ConfigError if the row was not saved with the prompt's tokens."""
+def saved_response(prompt: Prompt, most: int) -> Response:
+    """Returns the response in a prompt's row (`rollout.saved`). Raises ConfigError if the row was not saved with the prompt's tokens, or if it has no response of 1 to `most` tokens."""
     row = prompt.row
     if row.get("prompt_token_ids") != prompt.tokens.tolist():
         raise ConfigError(
             f"rollout.saved: row {prompt.ordinal} has prompt_token_ids={row.get('prompt_token_ids')}, needs the tokens of its prompt, {prompt.tokens.tolist()}: "
             "use a file that `dapo-jax eval --keep` wrote, with the same tokenizer, and name the question by data.source_options={prompt: row.prompt, answer: answer}"
         )
-    record = Tokens(row["response_token_ids"], logprobs=row["logprobs"])
+    ids, logprobs = (row.get(name) or [] for name in ("response_token_ids", "logprobs"))
+    if not 0 < len(ids) == len(logprobs) <= most:
+        raise ConfigError(
+            f"rollout.saved: row {prompt.ordinal} has {len(ids)} response_token_ids and {len(logprobs)} logprobs, needs 1 to {most} of each: leave the row out, or raise "
+            "sampling.max_response_tokens"
+        )
+    record = Tokens(ids, logprobs=logprobs)
     return Response(record=record, finish_reason=row["finish_reason"])
 
 

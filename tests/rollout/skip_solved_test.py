@@ -81,7 +81,7 @@ def test_an_epoch_of_resting_rows_ends_the_run():
 
 
 def test_in_flight_a_row_rests_from_the_step_after_its_verdict():
-    """Every response is correct: with k = 1, rows 0 and 1 rest after the first step, in epochs 0 to 4, so the next group is that of ordinal 2."""
+    """Every response is correct: with k = 1, rows 0 and 1 rest after the first step, in epochs 0 to 4, so the next group has ordinal 2."""
     sizes = ClockSizes(in_flight=4, samples_per_prompt=2, needed=2, answer_rounds=0)
     once = replace(TWICE, visits=1)
     first = Collector.after(Position(), sizes, prompt_at=prompt_at, solved=once, enabled=False)

@@ -134,6 +134,15 @@ def test_a_row_that_was_saved_with_other_tokens_is_refused(saved, reading, run_m
         run_micro(reading(steps=1), prompts=wrong, reward=never)
 
 
+@pytest.mark.parametrize("cut", [{"logprobs": []}, {"response_token_ids": [1] * 99, "logprobs": [-1.0] * 99}])
+def test_a_saved_response_of_another_length_is_refused(cut, saved, reading, run_micro):
+    wrong = [{**saved[0], **cut}, *saved[1:]]
+    with pytest.raises(
+        ConfigError, match=r"rollout\.saved: row 0 has \d+ response_token_ids.*max_response_tokens"
+    ):
+        run_micro(reading(steps=1), prompts=wrong, reward=never)
+
+
 def test_evaluations_are_graded_and_change_no_weights(trained, distilling, run_micro, rows):
     """Half of the answers of a grader that asks whether an index is even are right."""
     graded = []

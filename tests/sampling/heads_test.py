@@ -38,25 +38,14 @@ from tests.sampling.continuous_batching_test import (
     sample,
     weights_of,
 )
-from tests.sampling.turns_test import Appending, anew
+from tests.sampling.routes_test import examples_of
+from tests.sampling.turns_test import Appending, new_context
 
 COUNT = 5
 ROUNDING = 2e-5
 """Bound on the difference of the sampler's and the trainer's log-probabilities, as in `continuous_batching_test`."""
 
 engine_of = functools.cache(functools.partial(made, heads=COUNT))
-
-
-def examples_of(sampled):
-    asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
-    return [
-        Example(
-            prompt=context, response=response.record.cut(first, stop), sampled=response.sampled[first:stop]
-        )
-        for ordinal, responses in sampled.items()
-        for response in responses
-        for context, first, stop in response.parts(asked[ordinal])
-    ]
 
 
 @functools.cache
@@ -128,7 +117,7 @@ def test_the_trainer_computes_the_recorded_logprobs(how):
 def test_tokens_of_environments_have_no_record(how):
     """Tokens are appended to turns, and contexts are replaced."""
     engine = engine_of(8, has_turns=True, **how)
-    sampled = sample(engine, prompts(0, 1, 2), environments=Appending(anew, turn_tokens=3))
+    sampled = sample(engine, prompts(0, 1, 2), environments=Appending(new_context, turn_tokens=3))
     for response in all_of(sampled):
         recorded = response.record.arrays["head_logprobs"].any(-1)
         np.testing.assert_array_equal(recorded, response.sampled)

@@ -51,7 +51,7 @@ from tests.sampling.continuous_batching_test import (
     prompts,
     sample,
 )
-from tests.sampling.turns_test import Appending, anew, two_more
+from tests.sampling.turns_test import Appending, new_context, two_more
 
 UNRECORDED = 255
 """The largest number of a byte, where a record has no experts."""
@@ -244,7 +244,7 @@ def test_slots_and_preemption_change_no_record():
             np.testing.assert_equal(a.prompt_values, b.prompt_values)
 
 
-@pytest.mark.parametrize("answer", [two_more, anew], ids=["appended", "new contexts"])
+@pytest.mark.parametrize("answer", [two_more, new_context], ids=["appended", "new contexts"])
 # Slow if each turn is prefilled: compiles another sampler. tests/sampling/turns_test.py compares both ways.
 @pytest.mark.parametrize(
     "how",
@@ -350,7 +350,7 @@ def test_responses_in_flight_keep_their_records_when_the_weights_change():
 def test_other_processes_get_the_records_of_a_round():
     """What `Drawn` hands over, in arrays, is the record of the sampling process, with tokens that environments appended, and after new contexts."""
     sizes = ClockSizes(in_flight=12, samples_per_prompt=GROUP, needed=2, answer_rounds=0)
-    environments = Appending(anew, turn_tokens=3)
+    environments = Appending(new_context, turn_tokens=3)
     limits = limits_of(environments, max_response_tokens=LIMIT, capacity=MAX_PROMPT + LIMIT)
     asked = {prompt.ordinal: prompt for prompt in prompts(0, 1, 2)}
     here, there = (
@@ -366,7 +366,7 @@ def test_other_processes_get_the_records_of_a_round():
         for collector in (here, there):
             for one in collector.answers_due():
                 request = collector.responses[one]
-                before = anew(one.ordinal, one.index, request.turns)
+                before = new_context(one.ordinal, one.index, request.turns)
                 found = Continuation(np.array(before, np.int32)) if isinstance(before, list) else before
                 collector.answer(one, found, request.standing)
 

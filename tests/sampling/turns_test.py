@@ -66,7 +66,7 @@ def two_more(ordinal, index, turns):
     return [] if not turns else [2 + (ordinal + len(turns)) % 18, 2 + index % 18]
 
 
-def anew(ordinal, index, turns):
+def new_context(ordinal, index, turns):
     """Two tokens after each turn except the second, after which a new context of three begins. The third response begins with a new context, too."""
     if len(turns) == 2:
         return Continuation(np.array([2 + ordinal, 9, 2 + index], np.int32), new_context=True)
@@ -86,9 +86,9 @@ def expected():
 
 
 @pytest.fixture(scope="module")
-def expected_anew():
+def expected_new_contexts():
     """The same with new contexts."""
-    return episodes(engine_of(4, 8), Appending(anew, turn_tokens=3), prompts(0, 1, 2, 3, 4))
+    return episodes(engine_of(4, 8), Appending(new_context, turn_tokens=3), prompts(0, 1, 2, 3, 4))
 
 
 def test_an_episode_has_the_sampled_and_the_appended_tokens(expected):
@@ -138,8 +138,10 @@ def test_each_turn_has_keys_of_its_own():
         pytest.param(16, 3, {"page_tokens": 4, "cache_tokens": 48}, marks=pytest.mark.slow),
     ],
 )
-def test_slots_and_the_time_of_environments_change_no_episode(slots, steps, how, expected, expected_anew):
-    for seed, answer, same in ((0, two_more, expected), (1, anew, expected_anew)):
+def test_slots_and_the_time_of_environments_change_no_episode(
+    slots, steps, how, expected, expected_new_contexts
+):
+    for seed, answer, same in ((0, two_more, expected), (1, new_context, expected_new_contexts)):
         late = Appending(answer, turn_tokens=3, delays=np.random.default_rng(seed))
         found = episodes(engine_of(slots, steps, **how), late, prompts(0, 1, 2, 3, 4))
         assert_same(found, same)
@@ -219,18 +221,20 @@ def test_preempted_pages_are_re_prefilled(holders, again):
 @pytest.mark.slow
 def test_batch_invariant_episodes_change_no_bit():
     few, many = (
-        episodes(engine_of(slots, 5, batch_invariant=True), Appending(anew, turn_tokens=3), prompts(0, 1, 2))
+        episodes(
+            engine_of(slots, 5, batch_invariant=True), Appending(new_context, turn_tokens=3), prompts(0, 1, 2)
+        )
         for slots in (8, 32)
     )
     assert_same(many, few, logprob_tolerance=0)
 
 
-def test_a_new_context_is_all_that_the_next_turn_follows(expected_anew):
-    for ordinal, responses in expected_anew.items():
+def test_a_new_context_is_all_that_the_next_turn_follows(expected_new_contexts):
+    for ordinal, responses in expected_new_contexts.items():
         for index, response in enumerate(responses):
             begins = response.turns[2].first
-            anew = ContextSpan(begins - 3, begins)
-            assert response.contexts == ((ContextSpan(0, 2), anew) if index == 2 else (anew,))
+            new_context = ContextSpan(begins - 3, begins)
+            assert response.contexts == ((ContextSpan(0, 2), new_context) if index == 2 else (new_context,))
             assert response.tokens[begins - 3 : begins].tolist() == [2 + ordinal, 9, 2 + index]
             first, second = response.parts(np.array([1], np.int32))
             assert first.context.ids.tolist() == ([4, 4 + ordinal] if index == 2 else [1])
@@ -242,9 +246,9 @@ def test_a_new_context_is_all_that_the_next_turn_follows(expected_anew):
             )
 
 
-def test_logprobs_of_whole_episodes_equal_the_trainers(expected, expected_anew):
+def test_logprobs_of_whole_episodes_equal_the_trainers(expected, expected_new_contexts):
     """To 2e-5 in float32, over all turns, after appended tokens and in new contexts."""
-    for sampled in (expected, expected_anew):
+    for sampled in (expected, expected_new_contexts):
         found = differences(sampled)
         assert np.abs(found).max() <= 2e-5
         assert len(found) < sum(len(response.tokens) for group in sampled.values() for response in group)
