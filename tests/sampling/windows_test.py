@@ -14,7 +14,7 @@ from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.testing import tiny_params
 from tests.sampling import continuous_batching_test as whole
 from tests.sampling.round_sampler_test import Flight, assert_the_same, rounds_of
-from tests.sampling.turns_test import Appending, anew
+from tests.sampling.turns_test import Appending, new_context
 
 CONFIG = replace(whole.CONFIG, layers=4, windows=(3, 0, 5, 3))
 ASKED = whole.prompts(0, 1, 2, 3, 4)
@@ -82,7 +82,7 @@ def test_episodes_continue_with_the_pages_of_their_windows():
     kept, again = (
         sample(
             engine_of(8, 3, has_turns=True, page_tokens=2, batch_invariant=invariant),
-            environments=Appending(anew, turn_tokens=3),
+            environments=Appending(new_context, turn_tokens=3),
         )
         for invariant in (False, True)
     )
