@@ -78,7 +78,7 @@ def evaluate(
     config, metric = _configured(model, config, overrides)
     kept = None if keep is None else checked_folder(keep, key="keep", write=True)
     use_compilation_cache()
-    checked = check_graders(config.reward, reward=reward)  # before the model loads
+    checked = check_graders(config.reward, config.sandbox, reward=reward)  # before the model loads
     environment = environment_of(config, reward=reward)
     config = replace(config, data=with_template_date(config.data, like=data_of_run(model)))
     tokenizer = tokenizer_of(ModelConfig(source=model))

@@ -77,7 +77,7 @@ class _WarmStart:
         self._config = config
         meshes = meshes_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         # Errors in the grader and the data are raised before the weights load, which takes longer.
-        graders, tokenizer = check_graders(config.reward), tokenizer_of(config.model)
+        graders, tokenizer = check_graders(config.reward, config.sandbox), tokenizer_of(config.model)
         prompts = prompt_sets(config, tokenizer)
         self._held_out = prompts.held_out
         self.learner = learner = load_learner(config, meshes)

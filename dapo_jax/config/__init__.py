@@ -18,6 +18,7 @@ from dapo_jax.config.reward_schema import EnvironmentConfig as EnvironmentConfig
 from dapo_jax.config.reward_schema import GraderConfig as GraderConfig
 from dapo_jax.config.reward_schema import OverlongConfig as OverlongConfig
 from dapo_jax.config.reward_schema import RewardConfig as RewardConfig
+from dapo_jax.config.reward_schema import SandboxConfig as SandboxConfig
 from dapo_jax.config.reward_schema import WorkersConfig as WorkersConfig
 from dapo_jax.config.schema import BatchConfig as BatchConfig
 from dapo_jax.config.schema import CheckpointConfig as CheckpointConfig

@@ -45,6 +45,7 @@ class RewardConfig(Section, at="reward"):
     )
     """The grader: a name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k, math_verify), `reasoning_gym` (the task's own scorer),
     `module:function`, `path/to/file.py:function`, or `judge:FILE.yaml` (a language model with an API). For a function written for TRL or verl, add the prefix `trl:` or `verl:`.
+    `code` or `code:FILE.yaml` runs the program in the response on tests, see [Train on code](train_on_code.md).
     Or a list of graders, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is then the weighted sum of the graders' rewards.
     Only the first grader decides whether a response is correct. The other graders only shape the reward. kimi_length is a length reward, which needs another grader before it."""
     answer_marker: str = "="
@@ -86,6 +87,24 @@ class EnvironmentConfig(Section, at="environment"):
     credit: str = key("episode", choices=["episode", "turn"])
     """Credit assignment to turns. episode: all turns get the advantage of the episode's reward. turn: the advantage of a turn is (reward-to-go - mean) / std. The mean is over the group's episodes that reached
     this turn, and std is the standard deviation of the group's rewards. If an environment compares episodes (`group_rewards`), the reward from this comparison replaces the turn rewards, and is credited to the last turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxConfig(Section, at="sandbox"):
+    """The sandbox in which the grader `code` runs programs that the model wrote."""
+
+    backend: str = key(
+        "auto", choices=["auto", "bubblewrap", "unsafe"], aliases="code_provider", may_change=True
+    )
+    """bubblewrap isolates programs with namespaces and a filter of system calls (Linux). unsafe limits their time and memory, but does not isolate them: it is for programs that you trust. auto is
+    bubblewrap. If a back-end is missing or leaks, the run is refused before it starts."""
+    slots: int = key(0, aliases="sandbox_fusion.max_concurrent parallel_code_exec_per_proc", may_change=True)
+    """Number of programs that run at once. 0 means the number of cores. Verdicts do not depend on it."""
+    python: str = key("", may_change=True)
+    """Interpreter of the programs, such as `/usr/bin/python3`. Programs can only import packages that it has. Empty means the system's python3, or else the interpreter of the run."""
+    limits: dict[str, Any] = key(default_factory=dict, aliases="sandbox_fusion.memory_limit_mb")
+    """Limits of a program that differ from their defaults, for example {cpu_s: 6, memory_mb: 1024}. [The page about code](train_on_code.md#limits-and-verdicts) lists them. Limits in a dataset's
+    rows come first."""
 
 
 class Workers(NamedTuple):

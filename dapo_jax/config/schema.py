@@ -27,7 +27,7 @@ from dapo_jax.config.loss_schema import (
     TeacherConfig,
 )
 from dapo_jax.config.model_schema import DTYPES, TEMPERATURE, LoraConfig, ModelConfig, SamplingConfig
-from dapo_jax.config.reward_schema import EnvironmentConfig, RewardConfig, WorkersConfig
+from dapo_jax.config.reward_schema import EnvironmentConfig, RewardConfig, SandboxConfig, WorkersConfig
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
 
 SHARE = Range("0 to 1", lambda v: 0 <= v <= 1)
@@ -309,6 +309,7 @@ class RunConfig(Section):
     data: DataConfig = key(default_factory=DataConfig)
     sampling: SamplingConfig = key(default_factory=SamplingConfig)
     reward: RewardConfig = key(default_factory=RewardConfig)
+    sandbox: SandboxConfig = key(default_factory=SandboxConfig)
     workers: WorkersConfig = key(default_factory=WorkersConfig)
     batch: PackedRowsConfig = key(default_factory=PackedRowsConfig)
     optimizer: OptimizerConfig = key(default_factory=OptimizerConfig)
@@ -556,6 +557,7 @@ class EvaluateConfig(Section):
     because the paper's 20,480 tokens would exceed the memory of small machines."""
     reward: RewardConfig = key(default_factory=RewardConfig)
     """The graders. The overlong penalty does not apply in an evaluation."""
+    sandbox: SandboxConfig = key(default_factory=SandboxConfig)
     workers: WorkersConfig = key(default_factory=WorkersConfig)
     environment: EnvironmentConfig = key(default_factory=EnvironmentConfig)
     eval: EvalConfig = key(default_factory=EvalConfig)

@@ -64,10 +64,11 @@ def grader(subject: Subject) -> Found:
         if problem:
             return Found(f"an episode of {source} was lost: {problem}", "warning", "fix environment.source")
         return Found(f"rewards come from the environment {source}; no grader is used")
-    asked = [_samples(subject, prompt) for prompt in subject.prompts(GRADED)]
+    is_code = str(config.reward.grader).partition(":")[0] == "code"
+    asked = [_samples(subject, prompt, is_code=is_code) for prompt in subject.prompts(GRADED)]
     verdicts: list[list[Verdict]] = []
     workers = config.workers.of_graders
-    submit, close = submit_of(config.reward, workers=workers)
+    submit, close = submit_of(config.reward, workers=workers, sandbox=config.sandbox)
     try:
         began = time.monotonic()
         for samples in asked:
@@ -80,14 +81,27 @@ def grader(subject: Subject) -> Found:
     finally:
         if close is not None:
             close()
+    if is_code:
+        return _coded(asked, verdicts)
     took = f"{sum(map(len, asked))} responses in {seconds:.1f} s, with a limit of {workers.timeout_s:g} s per call"
     if config.dynamic_sampling.metric == "score":
         return _scored(verdicts, took)
     return _judged(asked, verdicts, took, own_form=bool(subject.right))
 
 
-def _samples(subject: Subject, prompt: Prompt) -> list[Sample]:
-    """Returns responses with the reference answer, in all formats that the tokenizer can encode, followed by an empty response."""
+def _coded(asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdict]]) -> Found:
+    """Checks the verdicts of the grader `code` on programs that do nothing."""
+    for [sample], [verdict] in zip(asked, verdicts, strict=True):
+        if verdict.correct:
+            message = f"a program that does nothing passes the tests of {_named(sample.prompt)}"
+            return Found(message, "failed", "remove such rows: their tests test nothing")
+    return Found(f"the sandbox passed its test, and the tests of {len(asked)} prompts can be read")
+
+
+def _samples(subject: Subject, prompt: Prompt, *, is_code: bool) -> list[Sample]:
+    """Returns responses with the reference answer, in all formats that the tokenizer can encode, followed by an empty response. For code, returns an empty program."""
+    if is_code:
+        return [Sample(prompt=prompt, response="pass", tokens=prompt.tokens, finish_reason="stop")]
     marker, source = subject.config.reward.answer_marker, subject.config.model.source
     forms = (subject.right,) if subject.right else FORMS
     written = [form.replace("{marker}", marker).replace("{answer}", prompt.answer) for form in forms]

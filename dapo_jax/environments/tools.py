@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.environments.calls import outcome
+from dapo_jax.environments.calls import LostError, outcome
 from dapo_jax.environments.protocol import Context, Message, Step, Turn
 from dapo_jax.environments.tool_calls import BrokenCall, ToolCall, tool_calls
 from dapo_jax.environments.tool_schemas import schema_of, what_is_wrong
 from dapo_jax.rewards.async_calls import ends_in_time
 from dapo_jax.rewards.functions import as_verdict
+from dapo_jax.sandbox import SandboxError
 from dapo_jax.text.messages import content_text
 
 Grade = Callable[[str, Mapping[str, Any]], Any]
@@ -70,6 +71,8 @@ class Tools:
         if not is_in_time:
             return "", f"{call.name}: no result within {self._timeout_s:g} s"
         result, error = task.result()
+        if isinstance(error, SandboxError):  # not a mistake of the policy
+            raise LostError(str(error))
         text = result if error is None else f"{type(error).__name__}: {error!s:.500}"
         try:
             text = str(text) if isinstance(text, str) else json.dumps(text, ensure_ascii=False)

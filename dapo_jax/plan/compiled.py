@@ -45,7 +45,7 @@ class ProgramMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class CompiledProgram:
     """One program, compiled for a topology."""
 
     name: str
@@ -57,7 +57,7 @@ class Program:
     """The compiler's message if it rejected the program. It may list the program's largest arrays."""
 
 
-def compile_program(name: str, lower: Callable[[], Any], **counting: Any) -> Program:
+def compile_program(name: str, lower: Callable[[], Any], **counting: Any) -> CompiledProgram:
     """Compiles the program that `lower` returns, and records its memory use and its collectives. `counting` is passed to `collectives`."""
     began = time.monotonic()
     try:
@@ -65,11 +65,11 @@ def compile_program(name: str, lower: Callable[[], Any], **counting: Any) -> Pro
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Program(name=name, compile_s=time.monotonic() - began, memory=None, refusal=str(error))
+        return CompiledProgram(name=name, compile_s=time.monotonic() - began, memory=None, refusal=str(error))
     memory, text = compiled.memory_analysis(), compiled.as_text()
     calls = re.findall(r"\(\w+\[(\d+),(\d+),(\d+),\d+\].* u8\[0\].*cudnn\$fmhaSoftmaxBackward", text)
     workspace = max((workspace_bytes(*map(int, sizes)) for sizes in calls), default=0)
-    return Program(
+    return CompiledProgram(
         name=name,
         compile_s=time.monotonic() - began,
         memory=ProgramMemory(

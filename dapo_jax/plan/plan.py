@@ -10,7 +10,7 @@ from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice, batch_shards
-from dapo_jax.plan.compiled import Program, ProgramMemory, compile_program
+from dapo_jax.plan.compiled import CompiledProgram, ProgramMemory, compile_program
 from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, phases
 from dapo_jax.plan.programs import Programs
@@ -42,7 +42,7 @@ class Plan:
     token_bytes: dict[int, int]
     """Bytes of one cached token in the layers of each page table (see `PageSizes`), on each device over which its heads are sharded."""
     topology: Topology | None = None
-    programs: list[Program] = field(default_factory=list)
+    programs: list[CompiledProgram] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
 
     @property
@@ -167,7 +167,7 @@ def plan(
     work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.
     placed = replaced(config, {"optimizer.offload": False}) if isinstance(devices[0], Absent) else config
-    programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[Program]()
+    programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[CompiledProgram]()
     per_machine = topology.host_chips if topology is not None and topology.has_network else 0
     try:
         there = programs.resident  # also builds trainer and sampler from shapes

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import batch_shards
-from dapo_jax.plan.compiled import Program
+from dapo_jax.plan.compiled import CompiledProgram
 from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import MeshSizes, Workload
@@ -77,7 +77,7 @@ def work_of(
     work: Workload,
     sizes: MeshSizes,
     pages: PageSizes,
-    programs: Sequence[Program] = (),
+    programs: Sequence[CompiledProgram] = (),
 ) -> list[Work]:
     """Returns the work of each phase of a step. The received bytes are counted in the compiled `programs`."""
     # Most prompts are prefilled by the programs whose names begin with this prefix.

@@ -109,6 +109,18 @@ async def ends_in_time(task: "asyncio.Task[Any]", timeout_s: float) -> bool:
     return False
 
 
+async def once(
+    pending: dict[str, "asyncio.Future[_Value]"],
+    request: str,
+    start: Callable[[], Coroutine[Any, Any, _Value]],
+) -> _Value:
+    """Returns the result of `start`. Equal requests that are pending share the result or the error of the first of them, even if that call is cancelled."""
+    if request not in pending:
+        pending[request] = asyncio.ensure_future(start())
+        pending[request].add_done_callback(lambda _: pending.pop(request))
+    return await asyncio.shield(pending[request])
+
+
 class DaemonThreads(ThreadPoolExecutor):
     """Runs each job in its own daemon thread, so that the process can exit while jobs are still running."""
 

@@ -19,6 +19,7 @@ from dapo_jax.config.keys import POSITIVE, ConfigError, Range, key, prefixed, re
 from dapo_jax.config.reading import read_file
 from dapo_jax.config.section import entry
 from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.rewards.async_calls import once
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.text.messages import content_text
 from dapo_jax.text.thoughts import without_thoughts
@@ -57,6 +58,7 @@ class Judge:
     """An async reward function that asks a judge. `path` is a YAML file with the fields of `JudgeConfig`. Raises ConfigError if the file or a value in it is
     invalid, the API key is missing, or the cache cannot be opened."""
 
+    kind = "judge"  # the name of its counts in metrics
     limits_itself = True  # so `AsyncCalls` does not limit its calls
 
     def __init__(self, path: str) -> None:
@@ -93,11 +95,8 @@ class Judge:
         if not self.config.cache:
             return await self._asked(body)
         request = hashlib.sha256(f"{self.config.url}\n".encode() + body).hexdigest()
-        if is_new := request not in self._waiting:
-            self._waiting[request] = asyncio.ensure_future(self._cached_reply(request, body))
-            self._waiting[request].add_done_callback(lambda _: self._waiting.pop(request))
-        # If this call is cancelled, others get the reply.
-        reply = await asyncio.shield(self._waiting[request])
+        is_new = request not in self._waiting
+        reply = await once(self._waiting, request, lambda: self._cached_reply(request, body))
         self.counts["cache_hits"] += not is_new
         return reply
 

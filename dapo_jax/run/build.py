@@ -16,6 +16,7 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel import gpu_settings
 from dapo_jax.parallel.mesh import Meshes
+from dapo_jax.rewards.code_grader import CodeGrader
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.rewards.judge import Judge
@@ -75,7 +76,7 @@ class Run:
         """
         self.config = config
         meshes = meshes_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
-        graders = check_graders(config.reward, reward=reward)  # before the model loads
+        graders = check_graders(config.reward, config.sandbox, reward=reward)  # before the model loads
         _check_advantages(config, advantages, graders)
         environment = environment_of(config, reward=reward)
         say("preparing prompts")  # before the weights load, which takes longer
@@ -89,9 +90,8 @@ class Run:
         self.notes = list(self._notes(resumes))
         episodes = episodes_of(environment, config, self.policy.tokenizer)
         watch = watch or Watch(0.0, end=lambda status, why: None)
-        self.judges = [
-            function for grader in graders if isinstance(function := grader.loaded.function, Judge)
-        ]
+        functions = [grader.loaded.function for grader in graders]
+        self.counting = [function for function in functions if isinstance(function, Judge | CodeGrader)]
         self.sampling = self._group_sampling(graders, episodes, stop or Stop(), watch)
         self.batches = self._step_batches(graders, advantages)
         self.updater = self._build_updater(objective)

@@ -10,16 +10,19 @@ from dapo_jax.config import (
     ConfigError,
     EvaluateConfig,
     RewardConfig,
+    SandboxConfig,
     SftConfig,
     TrainConfig,
 )
 from dapo_jax.config.keys import prefixed
 from dapo_jax.config.reward_schema import GRADER_WORKERS, Workers
+from dapo_jax.config.section import entry
 from dapo_jax.environments import Environment, Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.worker_environment import WorkerEnvironment
 from dapo_jax.rewards import TEXT_RULES
 from dapo_jax.rewards.async_calls import AsyncCalls
+from dapo_jax.rewards.code_grader import CodeGrader
 from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, Submit, load_reward
 from dapo_jax.rewards.graders import ROW_GRADERS, kimi_length
 from dapo_jax.rewards.grading import Grading, Part, immediately, part_names, weighted_sum
@@ -27,6 +30,7 @@ from dapo_jax.rewards.grading_pool import GradingPool
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.run.policy import Policy
+from dapo_jax.sandbox import Limits, load_sandbox
 from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.text.tokenizers import Tokenizer
 
@@ -64,7 +68,7 @@ def grading(
     reward, stop = config.reward, config.sampling.stop
     overlong = reward.overlong
     submit, close = (
-        submit_of(reward, graders, workers=config.workers.of_graders)
+        submit_of(reward, graders, workers=config.workers.of_graders, sandbox=config.sandbox)
         if episodes is None
         else (episodes.verdicts, episodes.close)
     )
@@ -86,13 +90,14 @@ def submit_of(
     graders: Sequence["ConfiguredGrader"] = (),
     *,
     workers: Workers = GRADER_WORKERS,
+    sandbox: SandboxConfig | None = None,
 ) -> tuple[Submit, Close | None]:
     """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop (None if nothing was started).
 
     `graders` is the result of `check_graders`. If empty, the configured graders are loaded. Raises ConfigError if a grader cannot be loaded, or its weight is
     missing. In this case nothing was started.
     """
-    graders = graders or check_graders(config)
+    graders = graders or check_graders(config, sandbox)
     closing: list[Close] = []
     loop: AsyncCalls | None = None
     submits: list[Submit] = []
@@ -102,6 +107,8 @@ def submit_of(
                 loop = AsyncCalls(at_once=ASYNC_CALLS, timeout_s=workers.timeout_s)
                 closing.append(loop.close)
             submits.append(partial(loop.submit, grader.loaded))
+            if isinstance(function := grader.loaded.function, CodeGrader):
+                closing.append(function.close)
         elif grader.spec is None or not workers.count or grader.spec in IN_THIS_PROCESS:
             submits.append(immediately(grader.loaded.grade))
         else:
@@ -145,13 +152,23 @@ def part_weights(graders: Sequence[ConfiguredGrader]) -> dict[str, float]:
     return {name: g.weight for name, g in zip(names, graders, strict=True) if g.weight is not None}
 
 
-def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> list[ConfiguredGrader]:
-    """Loads the configured graders, or `reward` instead, without starting them. Raises ConfigError if a grader cannot be loaded, or its weight is missing."""
+def check_graders(
+    config: RewardConfig, sandbox: SandboxConfig | None = None, *, reward: Rewards | None = None
+) -> list[ConfiguredGrader]:
+    """Loads the configured graders, or `reward` instead, without starting them. Raises ConfigError if a grader cannot be loaded, or its weight is missing. The
+    grader `code` needs `sandbox` (None: the default), which is tested here."""
 
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
         with prefixed(key):
-            is_judge = isinstance(spec, str) and spec.startswith("judge:")
-            function = Judge(spec.removeprefix("judge:")) if is_judge else spec
+            kind, _, path = spec.partition(":") if isinstance(spec, str) else ("", "", "")
+            function = spec
+            if kind == "judge":
+                function = Judge(path)
+            elif kind == "code":
+                section = sandbox or SandboxConfig()
+                limits = entry("sandbox.limits", section.limits, Limits)
+                server = load_sandbox(section.backend, slots=section.slots, python=section.python)
+                function = CodeGrader(server, limits, path)
             reward = load_reward(function, answer_marker=config.answer_marker)
         return ConfiguredGrader(reward, spec if isinstance(spec, str) else None, weight)
 

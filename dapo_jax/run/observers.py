@@ -1,4 +1,4 @@
-"""Observers of a run: per-token ratios pi / pi_old of logged rollouts, the counts of judges, the progress display, and profiler traces."""
+"""Observers of a run: per-token ratios pi / pi_old of logged rollouts, the counts of graders, the progress display, and profiler traces."""
 
 import json
 from collections import Counter
@@ -13,6 +13,7 @@ from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Group, Rollout
 from dapo_jax.parallel.together import all_gather_bytes
+from dapo_jax.rewards.code_grader import CodeGrader
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.run.loop import Metrics, Observer, StepResult
@@ -112,20 +113,22 @@ _QUOTED = 200
 """Maximum number of characters that a message quotes from a prompt or a response."""
 
 
-class JudgeCounts(Observer):
-    """Adds the counts of all judges since the last step, in all processes, to the metrics of a step."""
+class GraderCounts(Observer):
+    """Adds the counts of judges and of the grader `code` since the last step, in all processes, to the metrics of a step."""
 
-    def __init__(self, judges: Sequence[Judge]) -> None:
-        self._judges, self._before = judges, Counter[str]()
+    def __init__(self, graders: Sequence[Judge | CodeGrader]) -> None:
+        self._graders, self._before = graders, Counter[str]()
 
     def after_step(self, result: StepResult) -> None:
-        """Adds `reward/judge/*`."""
-        if not self._judges:
+        """Adds `reward/judge/*` and `reward/code/*`."""
+        if not self._graders:
             return
-        now = {name: sum(judge.counts[name] for judge in self._judges) for name in self._judges[0].counts}
+        now = Counter[str]()
+        for grader in self._graders:
+            now.update({f"reward/{grader.kind}/{name}": count for name, count in grader.counts.items()})
         new = json.dumps({name: count - self._before[name] for name, count in now.items()}).encode()
         gathered = [json.loads(counts) for counts in all_gather_bytes(new, buffer_bytes=1024)]
-        result.metrics.update({f"reward/judge/{name}": sum(c[name] for c in gathered) for name in now})
+        result.metrics.update({name: sum(counts[name] for counts in gathered) for name in now})
         self._before = Counter(now)
 
 

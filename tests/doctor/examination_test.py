@@ -1,6 +1,7 @@
 """A healthy configuration passes every check; an injected fault fails exactly its own check, with a remedy."""
 
 import io
+import json
 import re
 import shutil
 from collections import namedtuple
@@ -24,6 +25,7 @@ from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.training import update
 from tests.run.conftest import save_micro_model
+from tests.sandbox.running import run
 from tests.text.folders import CHATML, files_of, write
 
 UNSURE = {"devices", "grade"}
@@ -180,6 +182,26 @@ def test_an_environment_is_examined_instead_of_a_grader(examined, tmp_path):
     assert found.state == "failed"
     assert "8 of 8 episodes" in found.message
     assert "ConnectionError: the shop is closed" in found.message
+
+
+def test_the_grader_code_is_examined_by_a_program_that_does_nothing(examined, tmp_path):
+    """The second row of the second file expects no output, so a policy would learn to print nothing."""
+    run("pass")  # skips without bubblewrap
+    tests = [{"inputs": ["1\n"], "outputs": [output]} for output in ("2", "")]
+    found = []
+    for number in (1, 2):
+        path = tmp_path / f"{number}.jsonl"
+        rows = [{"prompt": f"{n}+1", "input_output": one} for n, one in enumerate(tests[:number])]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        data = {
+            "data__source": "code",
+            "data__path": path,
+            "eval__datasets": f"[{{source: code, path: {path}}}]",
+        }
+        found.append(examined(quick=True, reward__grader="code", **data)["grader"])
+    assert (found[0].state, found[1].state) == ("ok", "failed")
+    assert found[0].message == "the sandbox passed its test, and the tests of 1 prompts can be read"
+    assert "a program that does nothing passes the tests of prompt" in found[1].message
 
 
 @pytest.fixture(scope="module")

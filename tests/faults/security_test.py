@@ -44,10 +44,13 @@ def test_nothing_in_the_package_runs_code_from_a_file():
     """YAML is read with a subclass of `SafeLoader` only, and numpy's own files are not read at all."""
     assert issubclass(_Loader, yaml.SafeLoader)
     safe = ("dapo_jax/config/reading.py", "yaml.load", "Loader=_Loader")
+    inside = "dapo_jax/sandbox/server.py"  # runs programs inside a sandbox
     found = [
         f"{file}:{node.lineno} {name}"
         for file, node, name in calls()
-        if name in CALLS and (file, name, ", ".join(map(ast.unparse, node.keywords))) != safe
+        if name in CALLS
+        and file != inside
+        and (file, name, ", ".join(map(ast.unparse, node.keywords))) != safe
     ]
     found += [
         f"{file}:{node.lineno} shell"

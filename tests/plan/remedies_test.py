@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from dapo_jax.config import load_config
-from dapo_jax.plan.compiled import Program, ProgramMemory
+from dapo_jax.plan.compiled import CompiledProgram, ProgramMemory
 from dapo_jax.plan.memory import phases
 from dapo_jax.plan.output import show_verdict
 from dapo_jax.plan.plan import plan
@@ -21,7 +21,9 @@ def failed(overrides=(), program="generate", temporaries=80 * GIB, refused=False
     made = replace(plan(load_config("dapo_qwen2.5_32b", list(overrides))), topology=parse("v5p:4x4x8"))
     memory = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=temporaries, code=0)
     refusal = "Used 95.00G of 90.00G hbm"
-    compiled = Program(name=program, compile_s=1.0, memory=None if refused else memory, refusal=refusal)
+    compiled = CompiledProgram(
+        name=program, compile_s=1.0, memory=None if refused else memory, refusal=refusal
+    )
     found = [] if refused else phases({program: memory}, made.resident, updates=made.work.updates)
     return replace(made, programs=[compiled], phases=found)
 

@@ -30,7 +30,7 @@ from dapo_jax.models.lora import lora_shape
 from dapo_jax.models.mamba import Mamba
 from dapo_jax.models.presets import DecoderConfig, Experts, preset
 from dapo_jax.plan.collectives import Traffic
-from dapo_jax.plan.compiled import Program
+from dapo_jax.plan.compiled import CompiledProgram
 from dapo_jax.plan.roofline import (
     Work,
     bound,
@@ -293,7 +293,7 @@ def test_an_objective_that_requires_the_reference_policy_is_scored_by_it(tmp_pat
 
 def compiled(name, received):
     traffic = [Traffic(kind="all-gather", count=1, received_bytes=received)]
-    return Program(name=name, compile_s=1.0, memory=None, traffic=traffic)
+    return CompiledProgram(name=name, compile_s=1.0, memory=None, traffic=traffic)
 
 
 def test_traffic_counts_as_often_as_a_program_runs():
@@ -315,5 +315,7 @@ def test_traffic_counts_as_often_as_a_program_runs():
 
 def test_bytes_from_other_machines_are_not_received_over_links():
     traffic = [Traffic(kind="all-gather", count=1, received_bytes=200, network_bytes=50)]
-    _, phases = works(programs=[Program(name="update_apply", compile_s=1.0, memory=None, traffic=traffic)])
+    _, phases = works(
+        programs=[CompiledProgram(name="update_apply", compile_s=1.0, memory=None, traffic=traffic)]
+    )
     assert (phases["update"].ici_bytes, phases["update"].network_bytes) == (300, 100)

@@ -6,7 +6,7 @@ from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.collector import Position
 from dapo_jax.run.loop import StepResult
-from dapo_jax.run.observers import JudgeCounts
+from dapo_jax.run.observers import GraderCounts
 from dapo_jax.training.state import TrainState
 
 
@@ -14,7 +14,7 @@ def test_the_counts_of_all_judges_since_the_last_step_become_metrics(tmp_path):
     path = tmp_path / "strict.yaml"
     path.write_text(yaml.safe_dump({"url": "http://127.0.0.1:1", "model": "any", "prompt": "{response}"}))
     judges = [Judge(str(path)) for _ in range(2)]
-    observer, found = JudgeCounts(judges), []
+    observer, found = GraderCounts(judges), []
     for _ in range(2):
         judges[0].counts.update(calls=2, tokens=14)
         judges[1].counts.update(calls=1, cache_hits=3)
@@ -27,5 +27,5 @@ def test_the_counts_of_all_judges_since_the_last_step_become_metrics(tmp_path):
     metrics = {"reward/judge/calls": 3, "reward/judge/cache_hits": 3, "reward/judge/tokens": 14}
     assert found == [{"a": 1, **metrics}] * 2
     assert set(metrics) == {f"reward/judge/{name}" for name in judges[0].counts}
-    JudgeCounts([]).after_step(step)
+    GraderCounts([]).after_step(step)
     assert step.metrics == {"a": 1, **metrics}

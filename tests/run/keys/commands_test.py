@@ -6,6 +6,7 @@ from rich.console import Console
 from dapo_jax.commands import evaluate, sft
 from dapo_jax.config import EvaluateConfig, SftConfig
 from dapo_jax.config.section import leaf_types
+from dapo_jax.run import grader_setup
 from dapo_jax.trackers.progress import Progress
 from tests.run.keys.watching import noting_reads
 
@@ -46,8 +47,21 @@ SFT = {
     "batch.row_tokens": 32,
 }  # fmt: skip
 EVALUATE = {**SMALL, "data.source": "jsonl", "data.path": "questions/test.jsonl", "data.eval_split": "test"}
-GRADERS = {"reward.grader": [{"grader": "judge.py:quick"}, {"grader": "judge.py:judge"}]}
-"""One grader in workers, one awaited."""
+GRADERS = {"reward.grader": [{"grader": "judge.py:quick"}, {"grader": "judge.py:judge"}, {"grader": "code"}]}
+"""One grader in workers, one awaited, one in a sandbox."""
+
+
+class Right:
+    """A grader that needs no sandbox."""
+
+    def __init__(self, sandbox, limits, path):
+        pass
+
+    async def __call__(self, sample):
+        return True
+
+    def close(self):
+        pass
 
 
 def warm_start(config):
@@ -74,7 +88,9 @@ def score(config):
         (EvaluateConfig, score, EVALUATE, [{}, GRADERS, {**GUESS, "workers.count": 1}]),
     ],
 )
-def test_every_key_of_the_other_commands_is_used(schema, command, base, ways, look):
+def test_every_key_of_the_other_commands_is_used(schema, command, base, ways, look, monkeypatch):
+    monkeypatch.setattr(grader_setup, "load_sandbox", lambda backend, **options: None)
+    monkeypatch.setattr(grader_setup, "CodeGrader", Right)
     found = set()
     for values in ways:
         config = look({**base, **values}, schema).config

@@ -1,5 +1,8 @@
 """Watchers of `reward`: they see the rewards of the responses =2, =3, 1+1=2 and 111111 to a question with the answer 2."""
 
+import pytest
+
+from dapo_jax.run import grader_setup
 from tests.run.keys.watching import echoes, watch
 
 PLAIN = {"reward.overlong.enabled": False}
@@ -10,6 +13,8 @@ RIGHT = [1, -1, 1, -1]
 WRONG = [-1, -1, -1, -1]
 POOL = {**PLAIN, "reward.grader": "math"}
 """Needs workers."""
+CODE = {**PLAIN, "reward.grader": "code"}
+"""Needs a sandbox."""
 
 
 def rewards(look):
@@ -35,6 +40,34 @@ async def waits(sample):
     return True
 
 
+def of_sandbox(name):
+    """Sees an argument of the sandbox, or one of its limits, without starting it."""
+
+    def see(look):
+        seen = {}
+
+        def load(backend, **options):
+            seen.update(backend=backend, **options)
+
+        class Grader:
+            def __init__(self, sandbox, limits, path):
+                seen["limits"] = limits.cpu_s
+
+            async def __call__(self, sample):
+                return True
+
+            def close(self):
+                pass
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grader_setup, "load_sandbox", load)
+            patch.setattr(grader_setup, "CodeGrader", Grader)
+            look.run().close()
+        return seen[name]
+
+    return see
+
+
 def in_the_loss(look):
     """Tokens in the loss, of all minibatches: of two groups of 3 + 3 + 6 + 6 tokens."""
     return sum(int(m.mask.sum()) for minibatch in look.minibatches() for m in minibatch)
@@ -56,6 +89,10 @@ WATCHERS = [
     watch("workers.timeout_s", of_pool("timeout_s"), (None, 10.0), (3.0, 3.0), what="of workers", also=POOL),
     watch("workers.timeout_s", of_calls("timeout_s"), (None, 10.0), (3.0, 3.0), what="of async functions"),
     echoes("reward.answer_marker", of_pool("answer_marker"), "=", "+", what="of workers", also=POOL),
+    echoes("sandbox.backend", of_sandbox("backend"), "auto", "unsafe", also=CODE),
+    echoes("sandbox.slots", of_sandbox("slots"), 0, 3, also=CODE),
+    echoes("sandbox.python", of_sandbox("python"), "", "python3.12", also=CODE),
+    watch("sandbox.limits", of_sandbox("limits"), ({}, 6.0), ({"cpu_s": 3}, 3.0), also=CODE),
     watch("reward.correct", rewards, (1.0, RIGHT), (3.0, [3, -1, 3, -1]), also=PLAIN),
     watch("reward.incorrect", rewards, (-1.0, RIGHT), (0.0, [1, 0, 1, 0]), also=PLAIN),
     # Limit 6: of a buffer of 2 or 4 tokens all is used up. Of 3 tokens one is in a buffer of 4.

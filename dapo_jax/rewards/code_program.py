@@ -1,0 +1,53 @@
+"""Finds the program in a response. It is never parsed here, because a hostile text can crash Python's parser; the sandbox compiles it."""
+
+import re
+
+from dapo_jax.text.thoughts import without_thoughts
+
+_FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`]*+")  # possessive, so its time is linear
+_PYTHON = ("python", "python3", "py")
+MOST_BYTES = 256 << 10
+"""A longer program is not run."""
+
+
+def program_of(
+    response: str, *, prompt: str = "", is_complete: bool = True, name: str = ""
+) -> tuple[str, bool]:
+    r"""Returns the last Python block of a response, or else the last block without a language, and True. Without blocks, returns the whole text and False.
+
+    Thoughts are ignored. A block that is not closed counts only if the response is complete. If `name` is given, blocks that define this function or
+    class come first. The text is empty if the response has no program, or a program that is too long.
+
+    >>> program_of("First:\n```python\nprint(1)\n```\nBetter:\n```python\nprint(2)\n```")
+    ('print(2)\n', True)
+    """
+    text = without_thoughts(response, prompt)
+    text = text[1:] if text != response and text[:1] == " " else text
+    blocks, block, others, fence = list[tuple[str, str]](), "", "", None
+    for line in text.splitlines(keepends=True):
+        match = _FENCE.fullmatch(line.rstrip())
+        if fence is None and match is None:
+            others += line
+        elif fence is None:
+            fence, block = match, ""
+        elif match and not match[3] and match[2].startswith(fence[2]):
+            blocks.append((fence[3].lower(), block))
+            fence = None
+        else:
+            indent = len(fence[1])
+            block += line if line[:indent].strip() else line[indent:] or "\n"
+    if fence is not None and block.strip():
+        blocks.append((fence[3].lower(), block if is_complete else ""))
+    if blocks:
+        marked = [block for language, block in blocks if language in _PYTHON]
+        marked = marked or [block for language, block in blocks if not language] or [""]
+        others = ([block for block in marked if name and defines(block, name)] or marked)[-1]
+    fits = others.strip() and len(others.encode(errors="replace")) <= MOST_BYTES
+    return others if fits else "", bool(blocks)
+
+
+def defines(program: str, name: str) -> bool:
+    """Returns whether a program defines a function, a class or a variable of this name, possibly in a class."""
+    name = re.escape(name)
+    definition = rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b|^{name}[ \t]*="
+    return bool(re.search(definition, program, re.MULTILINE))

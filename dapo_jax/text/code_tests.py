@@ -1,0 +1,178 @@
+"""Reads the tests of a coding problem from a row in any of the formats that `docs/train_on_code.md` lists."""
+
+import base64
+import io
+import json
+import pickletools
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from dapo_jax.sandbox.server import packed
+
+MOST_BYTES = 256 << 20
+"""Compressed tests may not be larger than this."""
+_FIELDS = {
+    "input_output": (),
+    "public_tests": ("private_tests", "generated_tests"),
+    "public_test_cases": ("private_test_cases",),
+    "tests": (),
+    "verification_info": (),
+    "official_tests": (),
+    "verifier_metadata": (),
+    "base_input": ("plus_input",),
+    "test": (),
+    "test_list": (),
+    "test_cases": (),
+    "assert_case": (),
+    "ground_truth": (),
+    "reward_model": (),
+}
+"""The fields that may have tests, each with the fields that have further ones. The first field that a row has is read."""
+_INNER = ("unit_tests", "ground_truth", "test_cases", "assert_case")
+"""Names under which a field may have its tests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTests:
+    """The tests of a problem. They have `inputs` and `outputs`, or `code`."""
+
+    inputs: list[Any] = field(default_factory=list)
+    """The input of each test: a text for the standard input or, if `name` is set, a list of `packed` arguments."""
+    outputs: list[Any] = field(default_factory=list)
+    """The expected output of each test, or the `packed` value of the function."""
+    name: str = ""
+    """The function to call, for example `add` or `Solution().add`. Empty for programs that read the standard input."""
+    is_wrapped: bool = False
+    """Whether an expected value may be in a list of its own."""
+    code: list[str] = field(default_factory=list)
+    """Statements, each of them one test, that run after `setup`."""
+    setup: str = ""
+    prompt: str = ""
+    """Code that precedes a response."""
+    checker: str = ""
+    """A program that decides whether an output is right."""
+    reference: str = ""
+    """A right program. Its values are the expected ones."""
+    tolerance: float = 1e-6
+    cpu_s: float = 0.0
+    """The problem's own limit of processor time, or 0."""
+    memory_mb: float = 0.0
+    """The problem's own memory limit, or 0."""
+
+    @property
+    def count(self) -> int:
+        """The number of tests."""
+        return len(self.inputs or self.code)
+
+
+def tests_of(answer: str, row: Mapping[str, Any]) -> CodeTests:
+    """Returns the tests in a row's answer, if it is JSON, or else in the row's other fields. Raises ValueError, with the field and the remedy, if there are no usable tests."""
+    where = "answer" if answer.lstrip()[:1] in ("{", "[") else next((n for n in _FIELDS if row.get(n)), "")
+    if not where:
+        names = ", ".join(_FIELDS)
+        raise ValueError(f"no tests in the row's fields {sorted(row)}; the grader code reads {names}")
+    try:
+        tests = _read(where, {**row, "answer": answer})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error!s:.300}"
+        raise ValueError(
+            f"field {where!r}: cannot read the tests ({why}); compare it with docs/train_on_code.md, or remove the row"
+        ) from error
+    if not tests.count:
+        raise ValueError(f"field {where!r} has no tests; remove the row")
+    return tests
+
+
+def _read(where: str, row: Mapping[str, Any]) -> CodeTests:
+    """Returns the tests in a field, and in the fields with further ones."""
+    memory = _number(row.get("memory_limit")) or _number(row.get("memory_limit_bytes")) / 2**20
+    rest: dict[str, Any] = {"cpu_s": _number(row.get("time_limit")), "memory_mb": memory}
+    name, prompt = row.get("entry_point") or "", row.get("prompt") or ""
+    if where == "test":  # code with functions that test
+        functions = re.findall(r"^def (test\w*)\(", row["test"], re.MULTILINE)
+        calls = [f"check(stub({name!r}))"] if name else [f"{function}()" for function in functions]
+        return CodeTests(code=calls, setup=row["test"], prompt=prompt if name else "", name=name, **rest)
+    found = [one for key in (where, *_FIELDS.get(where, ())) for one in _listed(row.get(key))]
+    if where == "base_input":
+        reference, tolerance = prompt + row["canonical_solution"], float(row.get("atol") or 0) or 1e-6
+        rest |= {"prompt": prompt, "reference": reference, "tolerance": tolerance}
+        return CodeTests(inputs=[*map(packed, found)], outputs=[None] * len(found), name=name, **rest)
+    tests = [*{json.dumps(packed(one)): one for one in found}.values()]  # without repetitions
+    if all(isinstance(one, str) for one in tests):
+        setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
+        return CodeTests(code=tests, setup=setup, **rest)
+    if row.get("input_file"):
+        raise ValueError(f"it must read the file {row['input_file']!r}, but only standard input is supported")
+    metadata = _decoded(tests[0].get("metadata") or row.get("metadata") or {})
+    name = tests[0].get("fn_name") or (metadata.get("func_name") if "testtype" in tests[0] else "") or ""
+    pairs = [(one["input"], one["output"]) for one in tests]
+    if not name:
+        inputs, outputs = ([*map(_lines, values)] for values in zip(*pairs, strict=True))
+        return CodeTests(inputs=inputs, outputs=outputs, checker=row.get("generated_checker") or "", **rest)
+    in_text = isinstance(pairs[0][0], str)
+    if in_text:  # one JSON value in each line
+        pairs = [([_json(line) for line in a.splitlines() if line.strip()], _json(b)) for a, b in pairs]
+    inputs, outputs = ([*map(packed, values)] for values in zip(*pairs, strict=True))
+    return CodeTests(inputs=inputs, outputs=outputs, name=name, is_wrapped=not in_text, **rest)
+
+
+def _listed(value: Any) -> list[Any]:
+    """Returns the tests in a field as a list of statements, of inputs, or of mappings with `input` and `output`."""
+    value = _decoded(value or [])
+    if isinstance(value, list):
+        return value
+    for name in _INNER:
+        if name in value:
+            return _listed(value[name])
+    inputs, outputs = (_decoded(value.get(f"{kind}s", value.get(kind))) for kind in ("input", "output"))
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    name = value.get("fn_name")
+    return [{"fn_name": name, "input": a, "output": b} for a, b in zip(inputs, outputs, strict=True)]
+
+
+def _decoded(value: Any) -> Any:
+    """Decodes JSON text, and text that is base64 of compressed JSON."""
+    if not isinstance(value, str):
+        return value
+    return _json(value if value.lstrip()[:1] in ("{", "[") else _decompressed(value))
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, parse_int=lambda digits: int(Decimal(digits)))  # `int` alone limits the length
+
+
+def _decompressed(text: str) -> str:
+    """Returns the text in base64 of zlib of a pickled text, which is never loaded: its instructions are read, and any other than one text is refused."""
+    remedy = "convert the tests to JSON text"
+    try:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(text, validate=True), MOST_BYTES)
+        if unpacker.unconsumed_tail:
+            raise ValueError(f"more than {MOST_BYTES:,} bytes")
+        if data[:1] in (b"[", b"{"):
+            return data.decode()
+        operations = [(code.name, value) for code, value, _ in pickletools.genops(io.BytesIO(data))]
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"neither JSON nor compressed JSON ({error}); {remedy}") from error
+    passive = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
+    [(name, value), *others] = [one for one in operations if one[0] not in passive] or [("", "")]
+    if others or name not in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"):
+        raise ValueError(f"a pickle of something other than text, which is never loaded; {remedy}")
+    return str(value)
+
+
+def _lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _number(value: Any) -> float:
+    """Returns a limit that may be a number, a text with a unit, or a mapping with seconds and nanoseconds. Without a number, returns 0."""
+    if isinstance(value, Mapping):
+        return value.get("seconds", 0) + value.get("nanos", 0) / 1e9
+    found = re.match(r"\s*([0-9.]+)", str(value))
+    return float(found[1]) if found else 0.0

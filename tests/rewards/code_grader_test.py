@@ -1,0 +1,356 @@
+"""The grader `code` on problems, on reports of users of other libraries, on rows of other projects, and on programs that try to cheat."""
+
+import asyncio
+import json
+import os
+import random
+import socket
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.config import ConfigError, RewardConfig, SandboxConfig
+from dapo_jax.rewards.code_grader import VERDICTS, CodeGrader
+from dapo_jax.rewards.functions import RewardError
+from dapo_jax.run.grader_setup import submit_of
+from dapo_jax.sandbox import Limits, SandboxError
+from dapo_jax.text import code_tests
+from tests.rewards.samples import sample
+from tests.sandbox.running import run, with_sandbox
+
+FILES = Path(__file__).with_name("coding")
+SUM = {"inputs": ["1 2\n", "10 -4\n", "0 0\n"], "outputs": ["3\n", "6\n", "0\n"]}
+ADD = {"fn_name": "add", "inputs": [[1, 2], [10, -4], [0, 0]], "outputs": [3, 6, 0]}
+ASSERTS = ["assert add(1, 2) == 3", "assert add(10, -4) == 6", "assert add(0, 0) == 0"]
+PLAIN, SHORT = Limits(), Limits(cpu_s=0.5, idle_s=0.5)
+"""Limits for programs that should exceed them."""
+
+
+def rows(name):
+    return [json.loads(line) for line in (FILES / f"{name}.jsonl").read_text().splitlines()]
+
+
+def fenced(source):
+    return f"```python\n{source}\n```"
+
+
+def case(name, expected, response, tests=None, *, row=None, limits=PLAIN, ended="stop"):
+    """A response with its expected verdicts."""
+    answer = "see the row" if tests is None else json.dumps(tests)
+    graded = replace(sample(response, prompt="Solve it.", answer=answer, row=row), finish_reason=ended)
+    return name, [expected] if isinstance(expected, str) else expected, graded, limits
+
+
+def graded(cases, *, slots=2, path=""):
+    """The verdict on each case. They are graded at once, by one grader for each set of limits."""
+
+    async def job(sandbox):
+        graders = {limits: CodeGrader(sandbox, limits, path) for *_, limits in cases}
+        return await asyncio.gather(*(graders[limits](each) for *_, each, limits in cases))
+
+    return with_sandbox(job, slots=slots)
+
+
+def check(cases, **how):
+    """Fails unless all verdicts are as expected."""
+    verdicts = graded(cases, **how)
+    wrong = {
+        name: verdict.reason
+        for (name, expected, *_), verdict in zip(cases, verdicts, strict=True)
+        if verdict.reason.partition(":")[0] not in expected or verdict.correct != (verdict.reason == "passed")
+    }
+    assert not wrong
+    assert all(verdict.reason.isprintable() and len(verdict.reason) < 1000 for verdict in verdicts)
+
+
+def problems():
+    for row in rows("problems"):
+        limits = replace(Limits(), **row["limits"])
+        yield case(f"{row['id']} right", "passed", fenced(row["right"]), row["tests"], limits=limits)
+        for number, wrong in enumerate(row["wrong"]):
+            yield case(
+                f"{row['id']} {number}",
+                wrong["verdict"],
+                fenced(wrong["source"]),
+                row["tests"],
+                limits=limits,
+            )
+
+
+def test_problems():
+    check([*problems()])
+
+
+@pytest.mark.slow  # three times the programs of the test above
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_verdicts_do_not_depend_on_order_and_slots(slots):
+    cases = [*problems()]
+    random.Random(slots).shuffle(cases)
+    check(cases, slots=slots)
+
+
+@pytest.mark.slow  # the machine is loaded for some seconds
+def test_verdicts_do_not_depend_on_the_load():
+    """A program of about 0.4 s has a limit of 2 s of processor time, while four processes per core compute."""
+    import subprocess
+    import sys
+
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))
+    ]
+    try:
+        source = "n = 0\nfor i in range(3_000_000): n += i\nprint(3)"
+        tests = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
+        check(
+            [
+                case(
+                    number,
+                    "passed",
+                    fenced(f"{source}\n# {number}"),
+                    tests,
+                    limits=Limits(cpu_s=2.0, idle_s=1.0),
+                )
+                for number in range(10)
+            ]
+        )
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_reports_of_users():
+    """Idioms of input and output, forms of responses, and kinds of values that other graders have failed on."""
+    small = {"recursion_endless": Limits(cpu_s=1.0, memory_mb=256)}  # it fills its memory
+    cases = [
+        case(
+            row["id"],
+            row["expect"],
+            row["response"],
+            row["tests"],
+            ended=row["finish_reason"],
+            limits=small.get(row["id"], PLAIN),
+        )
+        for row in rows("reports")
+    ]
+    check(cases)
+
+
+def test_formats_of_datasets():
+    wrong = [verdict for verdict in VERDICTS if verdict != "passed"]
+    expected = {"right": "passed", "right_body": "passed", "wrong": wrong}
+    check(
+        [
+            case(f"{row['format']} {kind}", verdicts, row[kind], row=row["row"])
+            for row in rows("formats")
+            for kind, verdicts in expected.items()
+            if kind in row
+        ]
+    )
+
+
+def attacks(folder, port):
+    """Grades functions as calls and as asserts."""
+    for row in rows("attacks"):
+        limits = SHORT if row["expect"] == ["time_limit"] else Limits()
+        source = row["source"].replace("CANARY_FOLDER", str(folder)).replace("CANARY_PORT", str(port))
+        yield case(
+            row["id"], row["expect"], fenced(source), SUM if row["kind"] == "stdin" else ADD, limits=limits
+        )
+        if row["kind"] == "function":
+            yield case(f"{row['id']} asserts", row["expect"], fenced(source), ASSERTS, limits=limits)
+
+
+def test_attacks(tmp_path, monkeypatch):
+    """No attack passes that should not, or ends as a failure of the sandbox. Right programs in other slots pass, and the host is as before."""
+    run("pass")  # skips without bubblewrap
+    monkeypatch.setenv("CANARY_SECRET", "secret")
+    canary = tmp_path / "canary.txt"
+    canary.write_text("secret")
+    tmp_path.chmod(0o777)
+    before = [(path.name, path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()]
+    core_pattern = Path("/proc/sys/kernel/core_pattern").read_bytes()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+        with suppress(OSError):  # another test has it
+            abstract.bind("\0dapo_jax_canary")
+        server.settimeout(0)
+        cases = [*attacks(tmp_path, server.getsockname()[1])]
+        right = [
+            case(f"right {n}", "passed", fenced(f"print(sum(map(int, input().split())))  # {n}"), SUM)
+            for n in range(8)
+        ]
+        check([*cases, *right])
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert [(path.name, path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir()] == before
+    assert Path("/proc/sys/kernel/core_pattern").read_bytes() == core_pattern
+
+
+def test_the_reason_names_the_test_its_output_and_the_cause():
+    tests = {**SUM, "outputs": ["3\n", "7\n", "0\n"]}
+    wrong, crashed, none, empty = graded(
+        [
+            case("", "", fenced("a, b = map(int, input().split())\nprint(a + b)"), tests),
+            case("", "", fenced("print(1 / 0)"), SUM),
+            case("", "", "I cannot.", SUM),
+            case("", "", "", SUM),
+        ]
+    )
+    assert (
+        wrong.reason
+        == "wrong_answer: test 2 of 3: for the input '10 -4\\n', the output is '6\\n' instead of '7\\n'"
+    )
+    assert wrong.extracted == "a, b = map(int, input().split())\nprint(a + b)\n"
+    assert crashed.reason.startswith("crashed: test 1 of 3: 'ZeroDivisionError: division by zero' after 0.0")
+    assert none.reason.startswith("no_code: test 1 of 3: 'SyntaxError: ")
+    assert (empty.reason, empty.extracted) == ("no_code: test 1 of 3: the response has no program", None)
+
+
+def test_the_score_may_be_a_fraction_and_the_comparison_by_tokens(tmp_path):
+    settings = tmp_path / "code.yaml"
+    settings.write_text("score: fraction\ncompare: tokens\n")
+    tests = {**SUM, "outputs": ["\n3\n", "7\n", "0\n"]}
+    right_for_two = case("", "", fenced("print(sum(map(int, input().split())))"), tests)
+    of_function = case("", "", fenced("def add(a, b):\n    return a + b if a < 5 else 1 // 0"), ADD)
+    of_asserts = case("", "", fenced("def add(a, b):\n    return a + b if a < 5 else 0"), ASSERTS)
+    verdicts = graded([right_for_two, of_function, of_asserts, case("", "", "", SUM)], path=str(settings))
+    assert [verdict.score for verdict in verdicts] == [2 / 3, 2 / 3, 2 / 3, 0.0]
+    settings.write_text("score: half\n")
+    with pytest.raises(ConfigError, match=r"code\.score: found 'half', needs all or fraction"):
+        graded([right_for_two], path=str(settings))
+
+
+def test_the_sum_of_all_tests_has_a_limit():
+    """Each test needs about 0.15 s, so two or three of them fit into 0.4 s."""
+    tests = {"inputs": [f"{n}\n" for n in range(20)], "outputs": ["x"] * 20}
+    source = "import time\nwhile time.process_time() < 0.15: pass\nprint('x')"
+    [verdict] = graded([case("", "", fenced(source), tests, limits=Limits(total_s=0.4))])
+    assert verdict.reason.startswith(("time_limit: test 3 of 20", "time_limit: test 4 of 20"))
+
+
+def test_equal_programs_of_a_group_run_once():
+    async def job(sandbox):
+        grader = CodeGrader(sandbox, SHORT)
+        right, slow = (
+            case("", "", fenced(source), SUM)[2]
+            for source in ("print(sum(map(int, input().split())))", "while True: pass")
+        )
+        verdicts = await asyncio.gather(*(grader(right) for _ in range(5)))
+        await grader(slow)
+        return verdicts, dict(grader.counts), await grader(right), len(grader._pending)
+
+    verdicts, counts, again, pending = with_sandbox(job)
+    assert all(verdict == again for verdict in verdicts)
+    assert (counts["passed"], counts["cache_hits"], counts["time_limit"], pending) == (5, 4, 1, 0)
+
+
+def test_a_program_that_ends_its_judge_early_has_not_passed():
+    """Ending the process after the first of three asserts, or the connection, is not a pass."""
+    sources = [
+        "import os\ncalls = 0\ndef add(a, b):\n    global calls\n    calls += 1\n    return a + b if calls == 1 else os._exit(0)"
+    ]
+    sources += ["import os\ndef add(a, b):\n    os.close(3)\n    os._exit(0)", "raise SystemExit"]
+    check(
+        [
+            case(number, "crashed", fenced(source), tests)
+            for number, source in enumerate(sources)
+            for tests in (ADD, ASSERTS)
+        ]
+    )
+
+
+def test_asserts_see_types_changed_arguments_and_exceptions():
+    source = """
+def pair(x):
+    return (x, [x])
+def grow(values):
+    values.append(1)
+def fail():
+    raise KeyError("gone")
+"""
+    tests = [
+        "assert pair(1) == (1, [1]) and pair(1) != [1, [1]]",
+        "values = [0]\ngrow(values)\nassert values == [0, 1]",
+        "try:\n    fail()\nexcept KeyError as error:\n    assert str(error) == \"'gone'\"\nelse:\n    assert False",
+    ]
+    check([case("", "passed", fenced(source), tests), case("", "wrong_answer", fenced(source), ["fail()"])])
+
+
+def test_tests_that_cannot_run_are_no_verdict():
+    """A package is missing in the sandbox, so every response would otherwise be wrong."""
+    with pytest.raises(ValueError, match=r"ModuleNotFoundError.*set sandbox\.python"):
+        graded(
+            [
+                case(
+                    "",
+                    "",
+                    fenced("def add(a, b): pass"),
+                    row={"test_list": ["assert add(1, 2)"], "test_imports": ["import missing"]},
+                )
+            ]
+        )
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"question": "?"},
+            r"no tests in the row's fields \['question'\]; the grader code reads input_output",
+        ),
+        (
+            {"input_output": '{"inputs": [], "outputs": []}'},
+            "field 'input_output' has no tests; remove the row",
+        ),
+        (
+            {"input_output": '{"inputs": ["1"], "outputs": []}'},
+            r"field 'input_output': cannot read the tests \(ValueError: 1 inputs and 0 outputs\)",
+        ),
+        ({"input_output": '{"inputs": 3}'}, r"field 'input_output': cannot read the tests \(TypeError"),
+        (
+            {"public_tests": {"input": ["1"], "output": ["1"]}, "input_file": "a.txt"},
+            "only standard input is supported",
+        ),
+        ({"ground_truth": "eJwrSS0uAQAEXQHB"}, "neither JSON nor compressed JSON"),
+    ],
+)
+def test_rows_without_usable_tests_are_refused(row, message):
+    with pytest.raises(ValueError, match=message):
+        code_tests.tests_of("see the row", row)
+
+
+def test_a_pickle_is_not_loaded():
+    """It would run a command. Only a pickled text is read."""
+    import base64
+    import zlib
+
+    hostile = b"\x80\x04cbuiltins\nexec\n(X\x05\x00\x00\x001 / 0tR."
+    row = {"public_test_cases": "[]", "private_test_cases": base64.b64encode(zlib.compress(hostile)).decode()}
+    with pytest.raises(ValueError, match="never loaded; convert the tests to JSON text"):
+        code_tests.tests_of("see the row", row)
+
+
+def test_the_grader_is_chosen_by_name_and_a_failure_of_the_sandbox_ends_the_run(monkeypatch):
+    run("pass")
+    submit, close = submit_of(
+        RewardConfig(grader="code"), sandbox=SandboxConfig(slots=1, limits={"cpu_s": 3})
+    )
+    try:
+        tests = json.dumps(SUM)
+        verdicts = submit(
+            [sample(fenced("print(sum(map(int, input().split())))"), answer=tests), sample("", answer=tests)]
+        ).result()
+        assert [verdict.correct for verdict in verdicts] == [True, False]
+        monkeypatch.setattr("dapo_jax.sandbox.servers.ServerSandbox.surely", _fails)
+        with pytest.raises(RewardError, match=r"reward function code raised SandboxError: no sandbox"):
+            submit([sample(fenced("print(2)"), answer=tests)]).result()
+    finally:
+        close()
+    with pytest.raises(ConfigError, match=r"sandbox\.limits\.cpus: found 3, needs a known name"):
+        submit_of(RewardConfig(grader="code"), sandbox=SandboxConfig(limits={"cpus": 3}))
+
+
+async def _fails(sandbox, program):
+    raise SandboxError("no sandbox")
