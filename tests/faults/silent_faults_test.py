@@ -8,13 +8,16 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from rich.console import Console
 
 from dapo_jax.config import load_config
+from dapo_jax.numerics.precision import WeightSharding
 from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.rollout import group_sampling
 from dapo_jax.run import train, updater_setup
 from dapo_jax.sampling import engine
-from dapo_jax.sampling.decoding import response_keys
+from dapo_jax.sampling.decoding import decoding, response_keys
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training import update
 
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 SHOWN = (
     "rollout/copies_z", "rollout/copies_frac", "rollout/verdict_lag_z", "rollout/mixed_frac", "rollout/mixed_expected_frac", "sync/logprob_diff_mean",
-    "sync/sign_balance", "stored", "step_min", "rollout/accuracy", "update/loss",
+    "sync/sign_balance", "stored", "step_min", "rollout/accuracy", "update/loss", "update/grad_norm",
 )  # fmt: skip
 
 
@@ -86,6 +89,21 @@ def rounded_weights(monkeypatch):
     monkeypatch.setattr(update.Updater, "_apply_program", applied)
 
 
+def own_slice(monkeypatch):
+    """Each device keeps a slice of its own gradient instead of a slice of the sum over the devices."""
+
+    def sliced(self, whole):
+        size = whole.shape[self.dim] // lax.axis_size(self.axis)
+        return lax.dynamic_slice_in_dim(whole, lax.axis_index(self.axis) * size, size, self.dim)
+
+    monkeypatch.setattr(WeightSharding, "summed", sliced)
+
+
+def dropped_flag(monkeypatch):
+    """The temperature is not passed on to the sampler."""
+    monkeypatch.setattr(group_sampling, "decoding", lambda temperature: decoding())
+
+
 def forget():
     """Runs share compiled programs, which would be without the fault, or with the fault of another run."""
     updater_setup._shared_updater.cache_clear()
@@ -97,9 +115,11 @@ def run(tmp_path, monkeypatch):
     def go(fault=None, *options):
         name = fault.__name__ if fault else "healthy"
         if fault is not None:
+            forget()
             fault(monkeypatch)
         config = load_config(
-            "quickstart", [f"run_dir={tmp_path / name}", "steps=4", "eval.prompts=16", *options]
+            "quickstart",
+            [f"run_dir={tmp_path / f'{name}{len(options)}'}", "steps=4", "eval.prompts=16", *options],
         )
         lines = train(config, progress=Progress(config.steps, console=Console(quiet=True))).metrics[1:]
         seen = [shown(line) for line in lines]
@@ -174,6 +194,7 @@ def test_a_healthy_run_stays_inside_the_ranges(options, run):
         (sharp_sampler, [], {"sync/sign_balance"}),
         (lost_gradient, [], {"step_min"}),
         (rounded_weights, [BFLOAT16], {"stored"}),
+        (dropped_flag, ["sampling.temperature=0.8"], {"sync/sign_balance"}),
     ],
 )
 def test_a_fault_moves_its_metrics_alone(fault, options, moved, run):
@@ -186,3 +207,17 @@ def test_weights_that_do_not_arrive_are_a_mismatch_that_grows(run):
     healthy, stale = run(None, *options), run(old_weights, *options)
     assert max(line["sync/logprob_diff_mean"] for line in healthy) < 1e-6
     assert [line["sync/logprob_diff_mean"] > 1e-3 for line in stale] == [False, True, True, True]
+
+
+def test_a_slice_in_place_of_a_sum_changes_the_gradient_norm_alone(run):
+    """Adam hides the fault from every range. The norm of the first step does not depend on the number of devices, up to rounding: without `fsdp`, gradients are not
+    scattered. A slice comes from one of eight devices, so its norm is between 1/8 (equal gradients) and 1/sqrt(8) = 0.35 (independent gradients) of the sum. The
+    gradients of norms are not scattered, so 0.5 is the limit."""
+    steps = "steps=1"
+    [whole], [scattered], [sliced] = (
+        run(None, steps, "parallel.fsdp=1", "parallel.data=-1"), run(None, steps), run(own_slice, steps),
+    )  # fmt: skip
+    norm = "update/grad_norm"
+    assert scattered[norm] == pytest.approx(whole[norm], rel=0.01)
+    assert sliced[norm] < 0.5 * scattered[norm]
+    assert outside([sliced]) == set()
