@@ -109,9 +109,9 @@ def lines_of(paths):
 
 def test_library_tests_and_configuration_are_no_larger_than_their_limits():
     """The limits of the whole. They only fall; a commit that raises one needs a reason."""
-    assert lines_of(SOURCES) <= 46_683
-    assert lines_of((ROOT / "tests").rglob("*.py")) <= 55_792
-    assert len(leaf_types(TrainConfig)) <= 128
+    assert lines_of(SOURCES) <= 46_801
+    assert lines_of((ROOT / "tests").rglob("*.py")) <= 55_983
+    assert len(leaf_types(TrainConfig)) <= 129
 
 
 LONG_FILES = set[str]()

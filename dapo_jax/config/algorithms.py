@@ -99,12 +99,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "gdpo": {"advantage.rewards": "apart", "advantage.scale": "whiten_responses"},
     "reinforce": {**_objective("reinforce", cap=2.0), **_BY_SAMPLER, **_UNSCALED},
     "gpg": {**_objective("reinforce", cap=None), **_BY_SAMPLER, **_UNSCALED},
-    "score_centering": {
-        **_objective("reinforce", cap=2.0),
-        **_BY_SAMPLER,
-        **_UNSCALED,
-        "loss.center": 32,
-    },
+    "score_centering": {**_objective("reinforce", cap=2.0), **_BY_SAMPLER, **_UNSCALED, "loss.center": 32},
     "dro": {**_objective("dro", beta=0.1), **_UNSCALED},
     "topr": {**_objective("topr"), **_RAW, **_UNSCALED},
     "deepseek_v3_2": {

@@ -196,7 +196,11 @@ class TeacherConfig(Section, at="teacher"):
     """On-policy distillation: a teacher model scores the tokens that the policy sampled, and log(pi_teacher / pi_old) is the advantage of a token."""
 
     source: str = key("", aliases="teacher_model_name_or_path teacher_model_revision")
-    """The teacher, in the same form as `model.source`. It must have the same tokenizer as the policy. If empty, there is no teacher."""
+    """The teacher, in the same form as `model.source`. It must have the same tokenizer as the policy. `self`: the policy at the start of the step, which reads `teacher.prompt` in place of
+    the prompt. If empty, there is no teacher."""
+    prompt: str = key("")
+    """The question that the teacher reads with `source: self`, in place of `data.prompt_template`. A name in braces is a column of the row, for example `{prompt} The answer is {answer}.`
+    A prompt has at most `data.max_prompt_tokens` tokens."""
     coef: float = key(1.0, range=POSITIVE)
     """Factor of the teacher's advantages, or of the divergence from the teacher."""
     kl: str = key("sampled", choices=["sampled", "full"])
@@ -204,3 +208,8 @@ class TeacherConfig(Section, at="teacher"):
     whole vocabulary at each token."""
     rewards: bool = key(False)
     """Add the advantages of the rewards to the teacher's advantages. If false, training responses are not graded, all groups are trained on, and graders are used only in evaluations."""
+
+    @property
+    def is_self(self) -> bool:
+        """Whether the policy is its own teacher, with another prompt."""
+        return self.source == "self"

@@ -10,15 +10,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
-from dapo_jax.config.keys import (
-    POSITIVE,
-    SEED,
-    SIZE,
-    Range,
-    key,
-    named,
-    refuse,
-)
+from dapo_jax.config.keys import POSITIVE, SEED, SIZE, Range, key, named, refuse
 from dapo_jax.config.loss_schema import (
     IMPORTANCE_RANGES,
     AdvantageConfig,
@@ -465,6 +457,15 @@ class TrainConfig(RunConfig):
         if self.sampling.temperature != 1:
             remedy = "the teacher's log-probabilities are at temperature 1: set it to 1"
             self.refuse("sampling.temperature", "1 with teacher.source", remedy)
+        for name, holds, needs in (
+            ("teacher.prompt", "{prompt}" in self.teacher.prompt or not self.teacher.is_self, "a template that contains {prompt}"),
+            ("teacher.prompt", self.teacher.is_self or not self.teacher.prompt, "''"),
+            ("teacher.kl", self.teacher.kl == "sampled" or not self.teacher.is_self, "'sampled'"),
+            ("environment.source", not (self.environment.source and self.teacher.is_self), "no environment"),
+        ):  # fmt: skip
+            if not holds:
+                remedy = "only the policy as its own teacher reads another prompt, and it scores the sampled tokens of one prompt: change it, or use another teacher"
+                self.refuse(name, f"{needs} with teacher.source = {self.teacher.source!r}", remedy)
         if self.loss.center and (self.teacher.kl == "sampled" or not self.teacher.rewards):
             remedy = "the advantages of a teacher depend on which token was sampled, and without rewards there are no others: set teacher.kl=full and teacher.rewards=true, or loss.center=0"
             self.refuse("loss.center", "0 with these keys of the teacher", remedy)

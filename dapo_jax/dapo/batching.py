@@ -29,6 +29,8 @@ class Example:
     """True for tokens that the policy sampled. Other tokens do not enter the loss. If None, the policy sampled all tokens."""
     noise: Float[np.ndarray, " response"] | None = None
     """A random number from 0 to 1 for each token, if a selection requires it."""
+    teacher_logprobs: Float[np.ndarray, " response"] | None = None
+    """The log-probability of each token under the teacher, if it is known before the update."""
     group: int = 0
     """Index of the example's group in the minibatch."""
     rollout: int | None = None

@@ -7,7 +7,8 @@ sampler's arrays, the transfer needs memory for only one layer.
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int, PyTree, UInt32
 
 from dapo_jax.models.decoder import is_apart, stacks_of
 from dapo_jax.models.joined import joined
@@ -23,7 +24,7 @@ from dapo_jax.models.parameters import is_float32, output_dimensions, repeated_h
 from dapo_jax.numerics.quantization import quantized
 from dapo_jax.parallel.mesh import AXES, Meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, split
-from dapo_jax.parallel.together import Together
+from dapo_jax.parallel.together import Together, all_gather_bytes
 
 SamplerWeights = dict[str, PyTree]
 """The sampler's weights. `layers` is a tuple with the state of each block, in which matrices may be joined (see `models.joined`). `ends` contains the embedding, the final norm and the unembedding."""
@@ -34,6 +35,34 @@ def both_on(mesh: Mesh) -> Meshes:
     types = (mesh.axis_types[0], *mesh.axis_types)
     publish = Mesh(mesh.devices[None], ("sampler", *AXES), axis_types=types)
     return Meshes(train=mesh, publish=publish, sampler=mesh, index=0)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Casts the weights of a layer to the dtypes of the sampler, and repeats key heads."""
+
+    dtype: str
+    eight_bit: bool
+    tensor: int
+    """The size of the sampler's axis `tensor`."""
+
+    def __call__(self, tree: nnx.State) -> nnx.State:
+        """Returns the weights with the shapes and dtypes of the sampler, before they move."""
+        return jax.tree.map(self._leaf, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+    def _leaf(self, leaf: nnx.Variable) -> nnx.Variable:
+        axes = leaf.get_metadata()["axes"]
+        if "kv_heads" in axes:
+            heads = leaf.shape[at := axes.index("kv_heads")]
+            copies = repeated_heads(heads, self.tensor) // heads
+            leaf = leaf.replace(jnp.repeat(leaf[...], copies, axis=at)) if copies > 1 else leaf
+        if is_float32(leaf):
+            return leaf
+        # A matrix product sums over all dimensions after the output dimensions. A bias has only output dimensions.
+        summed = tuple(range(output_dimensions(axes).stop, len(axes)))
+        if self.eight_bit and "rank" not in axes and summed:
+            return leaf.replace(quantized(leaf[...], summed))
+        return leaf.replace(leaf[...].astype(self.dtype))
 
 
 class WeightTransfer:
@@ -59,7 +88,7 @@ class WeightTransfer:
         places: Sequence[tuple[str, int]] = (), join: bool | None = None,
     ) -> None:  # fmt: skip
         meshes = both_on(where) if isinstance(where, Mesh) else where
-        self._dtype, self._eight_bit, self._tensor = dtype, eight_bit, meshes.sampler.shape["tensor"]
+        self._cast = Cast(dtype, eight_bit, meshes.sampler.shape["tensor"])
         # The CPU runtime may hang if many collective programs are queued.
         self._waits = meshes.train.devices.flat[0].platform == "cpu"
         stacks = stacks_of(params)
@@ -76,7 +105,7 @@ class WeightTransfer:
         self._source = shardings(shapes, meshes.train)
         self._target = shardings(shapes, meshes.publish, SAMPLER_RULES)
         join = meshes.sampler.devices.flat[0].platform != "cpu" if join is None else join
-        self._join = partial(joined, parts=self._tensor) if join else lambda part: part
+        self._join = partial(joined, parts=self._cast.tensor) if join else lambda part: part
         shapes = {name: jax.eval_shape(self._join, part) for name, part in shapes.items()}
         made = shardings(shapes, meshes.publish, SAMPLER_RULES)
         self._sampler = shardings(shapes, meshes.sampler, SAMPLER_RULES)
@@ -119,6 +148,15 @@ class WeightTransfer:
             "ends": self._ends.lower(_ends(placed)),
         }
 
+    def checksums(self, params: nnx.State) -> UInt32[np.ndarray, " parts"]:
+        """Returns the checksum of each layer of `params`, and of the ends, as the sampler stores them. A collective call. A layer without parameters has 0."""
+        program, apart = _checksums_of(self._cast), is_apart(params)
+        parts = [
+            () if name not in self._layer else (params[name][at],) if apart else (params[name], np.int32(at))
+            for name, at in self._places
+        ]
+        return np.array([program(*part) if part else 0 for part in (*parts, (_ends(params),))], np.uint32)
+
     def _layer_program(self, name: str, blocks: nnx.State, index: Int[Array, ""]) -> nnx.State:
         return self._move(name, _layer(blocks, index))
 
@@ -127,23 +165,6 @@ class WeightTransfer:
 
     def _move(self, part: str, tree: nnx.State) -> nnx.State:
         return self._join(jax.tree.map(_carry, self._cast(tree), self._source[part], self._target[part]))
-
-    def _cast(self, tree: nnx.State) -> nnx.State:
-        def cast(leaf: nnx.Variable) -> nnx.Variable:
-            axes = leaf.get_metadata()["axes"]
-            if "kv_heads" in axes:
-                heads = leaf.shape[at := axes.index("kv_heads")]
-                copies = repeated_heads(heads, self._tensor) // heads
-                leaf = leaf.replace(jnp.repeat(leaf[...], copies, axis=at)) if copies > 1 else leaf
-            if is_float32(leaf):
-                return leaf
-            # A matrix product sums over all dimensions after the output dimensions. A bias has only output dimensions.
-            summed = tuple(range(output_dimensions(axes).stop, len(axes)))
-            if self._eight_bit and "rank" not in axes and summed:
-                return leaf.replace(quantized(leaf[...], summed))
-            return leaf.replace(leaf[...].astype(self._dtype))
-
-        return jax.tree.map(cast, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 class AdapterTransfer:
@@ -164,9 +185,42 @@ class AdapterTransfer:
             self._moved = transfer(self._frozen)
         return _with_adapters(self._moved, self._adapters(params))
 
+    def checksums(self, params: nnx.State) -> UInt32[np.ndarray, " parts"]:
+        """Returns the checksums of `WeightTransfer`, of base and adapters together."""
+        return self._base.checksums(self._frozen) + self._adapters.checksums(params)
+
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
         """Lowers the programs that each call executes, for adapters with the shapes of `params` (see `WeightTransfer.lower`)."""
         return self._adapters.lower(params)
+
+
+def not_arrived_frac(
+    transfer: WeightTransfer | AdapterTransfer, params: nnx.State, weights: SamplerWeights
+) -> float:
+    """Returns the share of the layers whose weights differ between trainer and samplers, over all processes. A collective call. The parameters before and after the blocks count as one layer.
+
+    Compared are sums over all bits that do not depend on the order, because the sampler joins and shards matrices in another way. A sum is equal by chance with probability 2^-32.
+    """
+    expected = transfer.checksums(params)
+    held = np.array([_checksums_of(None)(part) for part in (*weights["layers"], weights["ends"])], np.uint32)
+    found = [np.frombuffer(message, np.uint32) for message in all_gather_bytes(held.tobytes())]
+    return float(np.mean([each != expected for each in found]))
+
+
+@cache
+def _checksums_of(cast: Cast | None) -> Together:
+    """Returns the program that computes the checksum of a layer, or of the layer at an index in a stack, after `cast`. All runs of a process share it."""
+
+    def program(tree: nnx.State, index: Int[Array, ""] | None = None) -> UInt32[Array, ""]:
+        tree = tree if index is None else _layer(tree, index)
+        total = jnp.uint32(0)
+        for leaf in jax.tree.leaves(cast(tree) if cast else tree):
+            bits = lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+            # This polynomial maps different numbers of 32 bits to different numbers, so opposite changes of two weights do not cancel each other.
+            total += jnp.sum(bits * (2 * bits + 1))
+        return total
+
+    return Together(jax.jit(program))
 
 
 def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:

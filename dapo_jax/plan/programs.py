@@ -95,8 +95,9 @@ class Programs:
             made["score"] = partial(score, capacity=self.work.room, row_tokens=lengths[0])
             if len(lengths) > 1:
                 made["score_shortest"] = partial(score, capacity=1, row_tokens=lengths[-1])
-        if self._teacher is not None and self.config.teacher.kl == "sampled":
-            score = partial(self._updater.lower_score, self._teacher, rows=rows)
+        if self.config.teacher.source and self.config.teacher.kl == "sampled":
+            teacher = self._teacher or self._updater.model(params)
+            score = partial(self._updater.lower_score, teacher, rows=rows)
             made["score_teacher"] = partial(score, capacity=self.work.room, row_tokens=lengths[0])
         return made
 
@@ -174,8 +175,8 @@ class Programs:
 
     @cached_property
     def _teacher(self) -> Model | None:
-        """The teacher, with the shapes of its parameters without adapters, or None without a teacher."""
-        if not self.config.teacher.source:
+        """The teacher, with the shapes of its parameters without adapters, or None without a teacher of its own weights."""
+        if self.config.teacher.source in ("", "self"):
             return None
         mesh = self.meshes.train
         decoder = for_mesh(decoder_of(teacher_of(self.config), section="teacher"), mesh)

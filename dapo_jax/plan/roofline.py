@@ -305,7 +305,7 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     )
     scorings = [("log-probabilities", scored, decoder)]
     if config.teacher.source:
-        taught = decoder_of(teacher_of(config), section="teacher")
+        taught = decoder if config.teacher.is_self else decoder_of(teacher_of(config), section="teacher")
         scorings.append(("teacher's log-probabilities", work.updates, taught))
     found = []
     for phase, runs, scorer in scorings:

@@ -160,6 +160,9 @@ PANELS = (
     _panel("Updates", "Asymmetry of sampler and trainer", "", {
         "sync/sign_balance": "sign balance", "sync/advantage_association": "association with advantages",
     }, log=True, **_QUIET, help="Both are near 1 if sampler and trainer differ by rounding; a balance above 3 or below 1/3 is a different scale or temperature."),
+    _panel("Updates", "Weights that the sampler lacks", "share of layers", {
+        "sync/not_arrived_frac": "did not arrive",
+    }, **_QUIET, **_EXACT, help="Share of layers whose weights in the sampler differ from the trainer's; anything above 0 is a fault."),
     _panel("Time and memory", "Time per step", "s", {
         "time/sample_s": "sampling", "time/update_s": "updates", REST: "evaluation and rest",
     }, stacked=True, help="Where the seconds of a step go."),

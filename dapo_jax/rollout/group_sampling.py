@@ -24,7 +24,7 @@ from dapo_jax.evaluation import responses_kept
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel.mesh import Meshes
-from dapo_jax.parallel.weights import SamplerWeights
+from dapo_jax.parallel.weights import SamplerWeights, not_arrived_frac
 from dapo_jax.rewards.grading import NOT_GRADED, Grading, immediately
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollout.collector import Collector, Position
@@ -88,6 +88,10 @@ class GroupSampling:
     def transfer(self, params: PyTree) -> SamplerWeights:
         """Converts the trainer's parameters to the sampler's weights."""
         return self._sampler.transfer(params)
+
+    def not_arrived_frac(self, params: PyTree, weights: SamplerWeights) -> float:
+        """Returns the share of the trainer's layers whose weights the samplers lack (see `parallel.weights.not_arrived_frac`)."""
+        return not_arrived_frac(self._sampler.transfer, params, weights)
 
     def compile(self) -> None:
         """Compiles the programs for sampling, and for evaluation if there are held-out prompts."""

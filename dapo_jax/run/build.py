@@ -46,7 +46,7 @@ from dapo_jax.run.resume_point import (
 )
 from dapo_jax.run.sampler_setup import rollout_spec
 from dapo_jax.run.sources import tokenizer_of
-from dapo_jax.run.teacher_setup import load_teacher, teacher_model
+from dapo_jax.run.teacher_setup import load_teacher, teacher_model, teacher_prompt
 from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.run.updater_setup import has_reference, objective_of, record_notes, recorded_values, updater_of
 from dapo_jax.sampling.caches import without_kernel
@@ -120,7 +120,7 @@ class Run:
     def _load_teacher(self, say: Callable[[str], None]) -> tuple[Model | None, dict[str, str]]:
         """Returns the teacher's model, or None without a teacher, and the digests of the teacher's files."""
         config, mesh = self.config, self._learner.meshes.train
-        if not config.teacher.source:
+        if config.teacher.source in ("", "self"):
             return None, {}
         say(f"loading the teacher {config.teacher.source}")
         teacher = load_teacher(config, self.policy, mesh)
@@ -201,7 +201,12 @@ class Run:
             masks, weights = config.reward.overlong.filter_truncated, part_weights(graders)
             options = vars(config.advantage)
             advantages = partial(step_advantages, **options, filter_truncated=masks, weights=weights)
-        return StepBatches(config, self._learner.training_pass, pad_id=pad_id, advantages=advantages)
+        asked = teacher_prompt(config, self.policy.tokenizer) if config.teacher.is_self else None
+        if asked is not None:
+            asked(self._prompts.training[0])  # an error in the template is found before the first step
+        return StepBatches(
+            config, self._learner.training_pass, pad_id=pad_id, advantages=advantages, teacher_prompt=asked
+        )
 
     def _build_updater(self, objective: Objective | None) -> Updater:
         """Builds the updater. The reference policy has the initial weights. With LoRA, it is the base model, which corresponds to adapters of zeros."""

@@ -10,6 +10,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
@@ -113,6 +114,7 @@ def run_steps(
         for group in sampling.groups(weights, collector):
             for observer in observers:
                 observer.on_group(group, collector)
+        missing = sampling.not_arrived_frac(state.params, weights)
         del weights
         try:
             collected = collector.finish()
@@ -124,7 +126,8 @@ def run_steps(
         for observer in observers:
             observer.after_sampling(step, collected)
 
-        minibatches: Sequence[Minibatch] = updater.prepare(state, batches.minibatches(collected.groups, step))
+        packed = batches.minibatches(collected.groups, step, partial(updater.logprobs, state))
+        minibatches: Sequence[Minibatch] = updater.prepare(state, packed)
         jax.block_until_ready(minibatches)  # otherwise, updates would include the time of log-probabilities
         prepared = clock()
         for observer in observers:
@@ -147,7 +150,8 @@ def run_steps(
         times = _times(collected, began, sampled, ended)
         times |= {f"time/{name}_s": phases.get(name, 0.0) for name in ("grade", "wait")}
         times |= {"time/logprobs_s": prepared - sampled, "time/between_s": between}
-        metrics = {**rollout_metrics(collected), **scalars, "update/learning_rate": rate, **times}
+        metrics = {**rollout_metrics(collected), **scalars, "sync/not_arrived_frac": missing}
+        metrics |= {"update/learning_rate": rate, **times}
         result = StepResult(position=position, state=state, collected=collected, metrics=metrics)
         for observer in observers:
             observer.after_step(result)

@@ -1,19 +1,39 @@
 """Loads the teacher of a run, whose log-probabilities the updates use."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from jax.sharding import Mesh
 
 from dapo_jax.config import ConfigError, ModelConfig, TrainConfig
+from dapo_jax.config.keys import prefixed
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.dapo.tokens import Tokens
+from dapo_jax.data.prompts import held_out
 from dapo_jax.run.policy import Policy, load_policy
 from dapo_jax.run.resume_point import model_files
 from dapo_jax.run.training_pass import training_pass
+from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.text.tokenizers import Tokenizer
 from dapo_jax.training.update import Model
 
 
 def teacher_of(config: TrainConfig) -> ModelConfig:
     """Returns the teacher's model: the `model` section with `teacher.source`."""
     return replace(config.model, source=config.teacher.source)
+
+
+def teacher_prompt(config: TrainConfig, tokenizer: Tokenizer) -> Callable[[Prompt], Tokens]:
+    """Returns the function from a prompt to the tokens of `teacher.prompt` for its row. The function raises ConfigError if the row lacks a column, or the tokens are too many."""
+    data = config.data
+
+    def encoded(prompt: Prompt) -> Tokens:
+        asked = PromptFormat(data, config.teacher.prompt, prompt.row)
+        with prefixed("teacher.prompt"):
+            found = held_out([prompt.row], tokenizer, max_prompt_tokens=data.max_prompt_tokens, prompt_format=asked)  # fmt: skip
+        return Tokens(found[0].tokens)
+
+    return encoded
 
 
 def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:

@@ -1,18 +1,27 @@
 """The training pass on a mesh (attention and row lengths), and the batches of each step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.config import BatchConfig, ConfigError, ModelConfig, SftBatchConfig, TrainConfig
 from dapo_jax.config.keys import named
 from dapo_jax.dapo.advantages import Advantages
-from dapo_jax.dapo.batching import example_weights, split_minibatches, training_examples, turn_advantages
+from dapo_jax.dapo.batching import (
+    Example,
+    example_weights,
+    split_minibatches,
+    training_examples,
+    turn_advantages,
+)
 from dapo_jax.dapo.microbatch import Microbatch
-from dapo_jax.dapo.rollouts import Group
+from dapo_jax.dapo.rollouts import Group, Prompt
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.device_layout import Layout
 from dapo_jax.models.kernels import SPLASH_TOKENS
 from dapo_jax.models.presets import DecoderConfig
@@ -128,9 +137,14 @@ class StepBatches:
     """Builds the batches of each step of a run."""
 
     def __init__(
-        self, config: TrainConfig, training_pass: TrainingPass, *, pad_id: int, advantages: Advantages
-    ) -> None:
-        self._config, self._pass, self._pad_id, self._compute = config, training_pass, pad_id, advantages
+        self, config: TrainConfig, training_pass: TrainingPass, *, pad_id: int, advantages: Advantages,
+        teacher_prompt: Callable[[Prompt], Tokens] | None = None,
+    ) -> None:  # fmt: skip
+        """`teacher_prompt` returns the prompt of the policy as its own teacher (`teacher.prompt`)."""
+        self._config, self._compute, self._teacher_prompt = config, advantages, teacher_prompt
+        rows, row_tokens = config.batch.rows_per_microbatch, training_pass.row_tokens
+        options = {"row_tokens": row_tokens, "pad_id": pad_id, **training_pass.packing}
+        self._pack = partial(pack, rows_per_microbatch=rows, **options)
         self.advantages: ResponseAdvantages = {}
         """The advantages of the last step."""
 
@@ -147,9 +161,17 @@ class StepBatches:
         # overlong filtering removes all their responses, or if every episode in them was lost before its first turn.
         return [minibatch for minibatch in split if any(map(has_loss, minibatch))]
 
-    def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
+    def minibatches(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        score: Callable[[list[Microbatch]], np.ndarray] | None = None,
+    ) -> list[list[Microbatch]]:
         """Computes the advantages of a step, and splits its groups into updates. Returns the packed microbatches of each update as host arrays. Raises
-        ValueError if the function `advantages` did not return one number per rollout."""
+        ValueError if the function `advantages` did not return one number per rollout.
+
+        `score` returns the log-probabilities of tokens under the policy (see `Updater.logprobs`). It is only called, and then required, if the policy is its own teacher.
+        """
         config, packed = self._config, []
         by, filtered = config.loss.aggregation, config.reward.overlong.filter_truncated
         computed = [np.asarray(values, np.float64) for values in self._compute(groups)]
@@ -179,14 +201,26 @@ class StepBatches:
                 examples = [
                     replace(e, noise=random[e.group].random(len(e.response), np.float32)) for e in examples
                 ]
+            if self._teacher_prompt is not None:
+                assert score is not None
+                prompts = [self._teacher_prompt(group.prompt) for group in minibatch]
+                examples = self._taught(examples, prompts, score)
             weights = example_weights(examples, aggregation=by, max_response_tokens=config.episode_tokens)
-            rows = pack(
-                examples,
-                weights,
-                row_tokens=self._pass.row_tokens,
-                rows_per_microbatch=config.batch.rows_per_microbatch,
-                pad_id=self._pad_id,
-                **self._pass.packing,
-            )
-            packed.append(rows)
+            packed.append(self._pack(examples, weights))
         return packed
+
+    def _taught(
+        self, examples: Sequence[Example], prompts: Sequence[Tokens], score: Callable[[list[Microbatch]], np.ndarray]
+    ) -> list[Example]:  # fmt: skip
+        """Returns the examples with the log-probability of each token after the prompt of its group in `prompts`."""
+        # The packed advantage of a token is the number of its example, to find the token again in the packed rows.
+        asked = [
+            Example(prompt=prompts[each.group], response=Tokens(each.response.ids), advantage=float(number))
+            for number, each in enumerate(examples)
+        ]
+        packed = self._pack(asked, np.zeros(len(asked)), shorter_rows=())
+        rows = jax.tree.map(lambda *arrays: np.stack(arrays), *packed)
+        order = np.lexsort((rows.positions[rows.mask], rows.advantages[rows.mask]))
+        ends = np.cumsum([len(each.response) for each in examples])
+        values = np.split(score(packed)[rows.mask][order], ends[:-1])
+        return [replace(each, teacher_logprobs=own) for each, own in zip(examples, values, strict=True)]

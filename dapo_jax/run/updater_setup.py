@@ -56,13 +56,9 @@ def has_reference(config: TrainConfig, objective: Objective) -> bool:
     for array in arrays & unset.keys():
         raise ConfigError(f"{name_of(objective)} requires the array {array}: set {unset[array]}")
     for array in arrays & {"segment_ids", "ref_logprobs", "teacher_logprobs"} if config.loss.center else ():
-        reason = (
-            "it compares the tokens of a response"
-            if array == "segment_ids"
-            else "it is known for the sampled token only"
-        )
         raise ConfigError(
-            f"loss.center={config.loss.center} needs an objective of single tokens, but {name_of(objective)} requires the array {array} ({reason}): set loss.center=0"
+            f"loss.center={config.loss.center} needs an objective of single tokens, but {name_of(objective)} requires the array {array}, which compares the tokens of a response or is "
+            "known for the sampled token only: set loss.center=0"
         )
     return bool(config.loss.kl_coef) or "ref_logprobs" in arrays
 
@@ -119,6 +115,7 @@ def updater_of(
         kl_estimator=loss.kl_estimator,
         teacher_coef=config.teacher.coef,
         teacher_kl=config.teacher.kl,
+        self_teacher=config.teacher.is_self,
         offload=config.optimizer.offload,
         recorded=recorded_values(config, decoder),
     )

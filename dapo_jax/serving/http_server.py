@@ -6,7 +6,7 @@ import ipaddress
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import accumulate, islice
@@ -59,13 +59,8 @@ class Counts:
     """Counts the requests since the start of the server, for `GET /metrics`."""
 
     def __init__(self) -> None:
-        sums = (
-            "prompt_tokens_total",
-            "sampled_tokens_total",
-            *_BUCKETS,
-            "request_seconds_sum",
-        )
-        self._samples: dict[str, float | int] = dict.fromkeys((*sums, "request_seconds_count"), 0)
+        sums = ("prompt_tokens_total", "sampled_tokens_total", "request_seconds_sum")
+        self._samples: dict[str, float | int] = dict.fromkeys((*_BUCKETS, *sums, "request_seconds_count"), 0)
 
     def add(self, status: str, prompt_tokens: int, sampled_tokens: int, seconds: float) -> None:
         """Adds one request."""
@@ -115,21 +110,16 @@ class GenerateAnswer:
         if not self._request.logprobs:
             return None
 
-        def entries(ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
-            found = []
-            for token, logprob in zip(ids, logprobs, strict=True):
-                content = token_bytes(self._tokenizer, token)
-                name = decoded(self._tokenizer, [token]) if named else f"token_id:{token}"
-                found.append(
-                    {"token": name, "logprob": logprob, "bytes": None if content is None else list(content)}
-                )
-            return found
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            content = token_bytes(self._tokenizer, token)
+            name = decoded(self._tokenizer, [token]) if named else f"token_id:{token}"
+            return {"token": name, "logprob": logprob, "bytes": None if content is None else list(content)}
 
         record, count = new.record, self._request.top_logprobs
         none = np.zeros((len(record), 0))
-        heads = (record.arrays.get(name, none)[:, :count].tolist() for name in HEADS)
-        tops = map(entries, *heads)
-        sampled = entries(record.ids.tolist(), record.logprobs.tolist())
+        ids, logprobs = (record.arrays.get(name, none)[:, :count].tolist() for name in HEADS)
+        tops = [list(map(entry, *head)) for head in zip(ids, logprobs, strict=True)]
+        sampled = map(entry, record.ids.tolist(), record.logprobs.tolist())
         return {"content": [{**one, "top_logprobs": top} for one, top in zip(sampled, tops, strict=True)]}
 
     def usage(self) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Builds and tokenizes the prompt for a row's question, either as plain text or as a conversation."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -20,6 +21,9 @@ class PromptFormat:
     """Builds prompts from questions, with the template, the examples and the chat settings in the configuration section `data`."""
 
     data: DataConfig = field(default_factory=DataConfig)
+    question: str = ""
+    """The template of the question, in place of `data.prompt_template`. It names columns of `row` in braces."""
+    row: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def today(self) -> date | None:
@@ -37,11 +41,21 @@ class PromptFormat:
                     "conversations use; set data.chat=true (--chat) to send the prompt as a user message"
                 )
             examples = [self._around(shot["prompt"]) + shot["response"] for shot in self.data.few_shot]
-            text = "\n\n".join([*examples, self._around(prompt)])
+            text = "\n\n".join([*examples, self._asked(prompt)])
             return text, tokenizer.encode_prompt(text)
         text = self._conversation(prompt, tokenizer)
         # The chat template has already written all special tokens, including the beginning-of-text token.
         return text, tokenizer.encode(text)
+
+    def _asked(self, prompt: str) -> str:
+        columns = {**self.row, "prompt": prompt}
+
+        def column(name: re.Match[str]) -> str:
+            if name[1] not in columns:
+                raise ValueError(f"{self.question!r} names the column {name[1]!r}, but a row has {sorted(columns)}: name one of them")  # fmt: skip
+            return str(columns[name[1]])
+
+        return re.sub(r"\{(\w+)\}", column, self.question) if self.question else self._around(prompt)
 
     def _around(self, question: str) -> str:
         # str.format would fail if a question contains braces, for example in sets or code.
@@ -52,7 +66,7 @@ class PromptFormat:
         template = template_of(tokenizer)
         messages = [_user(prompt)] if isinstance(prompt, str) else checked_messages(prompt)
         last = max(index for index, message in enumerate(messages) if message["role"] == "user")
-        question = {**messages[last], "content": self._around(messages[last]["content"])}
+        question = {**messages[last], "content": self._asked(messages[last]["content"])}
         examples = []
         for shot in self.data.few_shot:
             asked = _user(self._around(shot["prompt"]))

@@ -90,7 +90,8 @@ def pack(
         )
         for index, example in enumerate(examples)
     ]
-    also = ["noise"] if any(example.noise is not None for example in examples) else []
+    optional = ("noise", "teacher_logprobs")
+    also = [name for name in optional if any(getattr(each, name) is not None for each in examples)]
     records = (tokens for example in examples for tokens in (example.prompt, example.response))
     arrays = {name: array for tokens in records for name, array in tokens.arrays.items()}
     recorded = tuple(
@@ -135,8 +136,9 @@ def _write_row(
             m.segment_ids[span], m.prefix_ids[span] = segment, prefix
             m.previous[span] = [head, *range(span.start, stop - 1)][:count]
             m.mask[span], m.advantages[span] = example.mask, example.advantage
-            if example.noise is not None:
-                m.noise[span] = example.noise
+            for name, values in (("noise", example.noise), ("teacher_logprobs", example.teacher_logprobs)):
+                if values is not None:
+                    getattr(m, name)[span] = values
             m.weights[span] = weight if example.sampled is None else weight * example.sampled
 
 

@@ -40,7 +40,6 @@ from dapo_jax.rewards.sample import name_of
 from dapo_jax.training.minibatch import Minibatch, MinibatchTransfer, Stack, on_host, with_array
 from dapo_jax.training.routing_replay import recorded_experts, routing_metrics, without_recorded_experts
 from dapo_jax.training.state import TrainState, state_shardings
-from dapo_jax.training.teacher import reference_logprobs, teacher_logprobs
 from dapo_jax.training.update_metrics import change_metrics, mismatch_metrics
 
 Model = tuple[nnx.GraphDef[Any], nnx.State, nnx.State]
@@ -141,6 +140,8 @@ class UpdateOptions:
     """Factor of the teacher's advantages (see `teacher_advantages`), or of the divergence from the teacher."""
     teacher_kl: str = "sampled"
     """`sampled`: the teacher's log-probabilities become advantages. `full`: the divergence from the teacher over the whole vocabulary is part of the loss."""
+    self_teacher: bool = False
+    """The microbatches contain the log-probabilities under the policy with the teacher's prompt."""
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
     recorded: Shapes = ()
@@ -227,19 +228,18 @@ class Updater:
             filled[1:] = [
                 tuple(self._with_old(stack, self._score(policy, stack)) for stack in m) for m in filled[1:]
             ]
-        if self._reference is not None:
-            filled = [reference_logprobs(m, partial(self._score, self._reference)) for m in filled]
-        if self._teacher is not None:
-            filled = [teacher_logprobs(m, partial(self._score, self._teacher)) for m in filled]
+        for name, model in (("ref_logprobs", self._reference), ("teacher_logprobs", self._teacher)):
+            if model is not None:
+                filled = [with_array(m, name, self._scores(model)) for m in filled]
         return filled
 
     def model(self, params: nnx.State) -> Model:
         """Returns the decoder with `params` as its trained parameters."""
         return self._graph, params, self._frozen
 
-    def _scores(self, policy: Model) -> Callable[[Stack], Array]:
-        """Returns the function that computes log-probabilities under a policy, with the recorded experts."""
-        return lambda stack: self._score(policy, stack)[0]
+    def _scores(self, model: Model) -> Callable[[Stack], Array]:
+        """Returns the function that computes log-probabilities under a model that is not trained, and so chooses its experts itself."""
+        return lambda stack: self._score(model, without_recorded_experts(stack))[0]
 
     def _selected(self, minibatch: Minibatch, policy: Model) -> Minibatch:
         """Fills in the log-probabilities of an update under the policy, and the selected tokens."""
@@ -294,13 +294,13 @@ class Updater:
         """Returns the ratio pi / pi_old that `update` would now compute for each token, as one array [capacity, rows, seq] per stack."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
-        score = self._scores(self.model(state.params))
-        return [jnp.exp(score(stack) - stack.microbatches.old_logprobs) for stack in minibatch]
+        score = partial(self._score, self.model(state.params))
+        return [jnp.exp(score(stack)[0] - stack.microbatches.old_logprobs) for stack in minibatch]
 
     def logprobs(self, state: TrainState, microbatches: Sequence[Microbatch]) -> np.ndarray:
         """Returns the log-probabilities of the tokens under the policy, [microbatches, rows, seq]. All microbatches must have the same shape."""
         [[stack]] = self._placing.put([microbatches])
-        scores: np.ndarray = on_host(self._scores(self.model(state.params))(stack))
+        scores: np.ndarray = on_host(self._score(self.model(state.params), stack)[0])
         return scores[: len(microbatches)]
 
     def lower_score(self, model: Model, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
@@ -344,8 +344,9 @@ class Updater:
         """Returns the shapes and shardings of a stack."""
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         shape = (capacity, rows, row_tokens)
-        optional = {"teacher_logprobs": self._teacher, "selected": self._select}
-        also = [name for name, needed in optional.items() if needed is not None]
+        taught = self._teacher is not None or self._options.self_teacher
+        optional = {"teacher_logprobs": taught, "selected": self._select is not None}
+        also = [name for name, needed in optional.items() if needed]
         arrays = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=self._rows),
             blank_microbatch((), *also, recorded=self._options.recorded),
@@ -427,8 +428,8 @@ class Updater:
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
         advantages, metrics = microbatch.advantages, dict[str, Metric]()
-        if self._teacher is not None:
-            teacher, coef = microbatch.teacher_logprobs, options.teacher_coef
+        if (teacher := microbatch.teacher_logprobs) is not None:
+            coef = options.teacher_coef
             advantages, measured = teacher_advantages(advantages, teacher, old, mask, coef=coef)
             metrics |= measured
         token_weights, objective_weights, measured = self._weights(microbatch, current, old, advantages)

@@ -135,6 +135,10 @@ teacher.coef=2 -> teacher.coef: found 2; teacher.source
 teacher.source=shipped:quickstart -> dynamic_sampling.enabled: found true; teacher.source; teacher.rewards=true
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false batch.keep.reward_per_token=8 -> batch.keep: found; teacher.source
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false batch.keep.improbable=8 -> batch.keep: found; teacher.source
+teacher.source=self algorithm=opd -> teacher.prompt: found ''; a template that contains {prompt} with teacher.source = 'self'
+teacher.source=self algorithm=opd teacher.prompt={prompt} teacher.kl=full -> teacher.kl: found 'full'; 'sampled' with teacher.source = 'self'
+teacher.source=self algorithm=opd teacher.prompt={prompt} environment.source=guess -> environment.source: found 'guess'; no environment
+teacher.source=shipped:quickstart algorithm=opd teacher.prompt={prompt} -> teacher.prompt: found '{prompt}'; '' with teacher.source = 'shipped:quickstart'
 rollout.saved=true -> teacher.source: found ''; a teacher with rollout.saved
 teacher.source=shipped:quickstart algorithm=opd rollout.saved=true -> batch.group_size: found 16; 1 with rollout.saved
 teacher.source=shipped:quickstart algorithm=opd rollout.saved=true batch.group_size=1 -> batch.groups_per_update: found 32; batch.prompts_per_step, or teacher.kl=full

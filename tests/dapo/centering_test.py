@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.centering import FLOOR
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import blank_microbatch
@@ -209,7 +210,8 @@ def test_a_constant_advantage_moves_nothing_on_average(x64, case, advantage):
     ],
 )
 def test_the_samplers_own_policy_is_not_changed(x64, case, heads):
-    """If policy, old policy and sampler are the same, the gradient is the objective's to rounding, 1e-12 as above, and nothing is pushed."""
+    """If policy, old policy and sampler are the same, the gradient is the objective's to rounding, 1e-12 as above, and nothing is pushed. After a head of the whole vocabulary,
+    the tail has the probability `FLOOR` in place of 0, which the push of a token contains once."""
     batch, old = Batch("s0", "v12"), CASES[case]["old"]
     batch.old = batch.sampler = batch.logits
     ids = likeliest(batch.sampler, heads)
@@ -217,7 +219,7 @@ def test_the_samplers_own_policy_is_not_changed(x64, case, heads):
     found, _, metrics = gradient(updater_of(case, heads), batch, batch.microbatch(old, ids), first=first)
     plain, *_ = gradient(updater_of(case, 0), batch, batch.microbatch(old, None), first=first)
     np.testing.assert_allclose(found, plain, rtol=0, atol=1e-12 * np.abs(plain).max())
-    assert to_scalars(metrics)["center/push"] <= 1e-12
+    assert to_scalars(metrics)["center/push"] <= (1e-12 if heads < 12 else FLOOR)
 
 
 def test_an_objective_whose_weight_depends_on_the_size_of_the_advantage(x64):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 SHOWN = (
     "rollout/copies_z", "rollout/copies_frac", "rollout/verdict_lag_z", "rollout/mixed_frac", "rollout/mixed_expected_frac", "sync/logprob_diff_mean",
-    "sync/sign_balance", "stored", "step_min", "rollout/accuracy", "update/loss", "update/grad_norm",
+    "sync/sign_balance", "sync/not_arrived_frac", "stored", "step_min", "rollout/accuracy", "update/loss", "update/grad_norm",
 )  # fmt: skip
 
 
@@ -150,6 +150,7 @@ HEALTHY = {
     "rollout/copies_frac": (0.0, 0.01),
     "rollout/verdict_lag_z": (0.0, 5.0),
     "sync/sign_balance": (1 / 3, 3.0),
+    "sync/not_arrived_frac": (0.0, 0.0),
     "stored": (0.9, 1.1),
     "step_min": (0.05, 3.5),
 }
@@ -191,7 +192,8 @@ def test_a_healthy_run_stays_inside_the_ranges(options, run):
     ("fault", "options", "moved"),
     [
         (equal_keys, [], {"rollout/copies_z", "rollout/copies_frac", "rollout/verdict_lag_z"}),
-        (sharp_sampler, [], {"sync/sign_balance"}),
+        (old_weights, [], {"sync/not_arrived_frac"}),
+        (sharp_sampler, [], {"sync/sign_balance", "sync/not_arrived_frac"}),
         (lost_gradient, [], {"step_min"}),
         (rounded_weights, [BFLOAT16], {"stored"}),
         (dropped_flag, ["sampling.temperature=0.8"], {"sync/sign_balance"}),

@@ -15,7 +15,7 @@ from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
-from dapo_jax.parallel.weights import WeightTransfer, both_on, local, stages
+from dapo_jax.parallel.weights import WeightTransfer, both_on, local, not_arrived_frac, stages
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm="head", tied_embeddings=False)
@@ -181,6 +181,24 @@ def test_trainer_and_sampler_may_have_different_meshes(sizes, sampler_tensor, co
         return leaf.shape, leaf.dtype, leaf.sharding
 
     assert jax.tree.map(described, weights) == jax.tree.map(described, transfer.shapes)
+
+
+@pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "int8"])
+def test_layers_whose_weights_a_sampler_lacks_are_counted(eight_bit):
+    """Two layers, and the ends. Matrices are joined, split in another way, and each of 4 devices has a copy of a key head, but the bits are the same."""
+    meshes = make_meshes(make_mesh(data=2, fsdp=2, tensor=2), sampler_tensor=4)
+    where = shardings(shapes_of(CONFIG), meshes.train)
+    transfer = WeightTransfer(
+        shapes_of(CONFIG), meshes, dtype="bfloat16", eight_bit=eight_bit, join=True
+    )  # fmt: skip
+    old, new = (jax.device_put(tiny_params(CONFIG, seed=seed), where) for seed in (1, 2))
+    weights = transfer(new)
+    assert not_arrived_frac(transfer, new, weights) == 0
+    assert not_arrived_frac(transfer, new, transfer(old)) == 1
+    norm = weights["layers"][1]["mlp_norm"]
+    lost = norm.replace(norm[...].at[3].multiply(1 + 2**-23))
+    layers = (weights["layers"][0], nnx.State({**weights["layers"][1], "mlp_norm": lost}))
+    assert not_arrived_frac(transfer, new, {**weights, "layers": layers}) == 1 / 3
 
 
 def test_pieces_change_places_before_they_are_gathered():

@@ -50,6 +50,11 @@ def test_a_teacher_is_resident_in_the_compute_dtype_and_its_scoring_program_is_c
     assert "score_teacher" in lowered
     lowered["score_teacher"]()
     assert "score_teacher" not in programs_of().lowered()
+    own = programs_of(
+        "teacher.source=self", "teacher.prompt={prompt} {answer}", "dynamic_sampling.enabled=false"
+    )
+    assert own.resident.teacher == 0
+    own.lowered()["score_teacher"]()
     for program in ("generate", "score_teacher", "update_apply"):
         assert together(program, planned.resident, updates=1)[1]["teacher"] == 4 * tiny.parameters
     full = programs_of(*taught, "teacher.kl=full")

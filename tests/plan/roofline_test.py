@@ -275,6 +275,8 @@ def test_options_change_the_work():
     found, tiny = taught["teacher's log-probabilities"], preset("tiny")
     assert found.flops == 2 * forward_flops(tiny, tokens=256, pairs=256 * 8.5, logits=256) / 8
     assert found.runs == 2
+    own = without(teacher=TeacherConfig(source="self", prompt="{prompt}", rewards=True))
+    assert own["teacher's log-probabilities"].flops == 2 * phases["log-probabilities"].flops
     full = without(teacher=TeacherConfig(source="preset:tiny", rewards=True, kl="full"))
     assert "teacher's log-probabilities" not in full
     for name in ("flops", "useful_flops", "hbm_bytes"):

@@ -49,6 +49,10 @@ def third(sample):
     if os.environ.get("JAX_PROCESS_ID"):
         time.sleep(random.choice([0.0, 0.0, 0.0, 0.03]))
     return int(sample.tokens.sum()) % 3 == 0
+
+def easy(sample):
+    """All responses to a third of the prompts are right."""
+    return sample.prompt.text.startswith("0") or third(sample)
 '''
 
 DELAYED = """
@@ -201,6 +205,23 @@ def test_several_processes_train_what_one_trains_in_flight(processes, settings, 
     _, path = settings["flight"](name, sampling__slots=8)
     trained(path, processes, code=DELAYED)
     assert_the_same(path.with_name(name), alone("flight"))
+
+
+@pytest.mark.slow  # a run of several processes and a run of one
+@pytest.mark.parametrize("how", CODE)
+def test_several_processes_skip_the_same_solved_prompts(how, on_disk, tmp_path):
+    """Responses end at a digit, because a truncated response ends a streak. Two processes of four slots have the eight slots of one."""
+    (tmp_path / how).mkdir()
+    config_of = on_disk(tmp_path / how, GRADER, "easy")
+    flying = {"sampling__slots": 24, **FLYING} if how == "flight" else {}
+    own = {"sampling__stop": list("0123456789"), "dynamic_sampling__skip_solved": 1, "steps": 6} | flying
+    config, _ = config_of("one", **own)
+    alone = train(config, progress=Progress(config.steps, console=Console(quiet=True)))
+    assert alone.metrics[-1]["rollout/resting_frac"] > 0
+    slots = 12 if how == "flight" else 4
+    _, path = config_of("two", **own | {"sampling__slots": slots})
+    trained(path, 2, code=CODE[how])
+    assert_the_same(path.with_name("two"), alone.run_dir, steps=(2, 4, 6))
 
 
 @pytest.mark.slow  # two runs of several processes each

@@ -112,7 +112,7 @@ def test_a_run_resumed_in_flight_is_the_uninterrupted_run(flying, weight_dtype, 
 # Slow: two runs. `test_a_run_resumed_in_flight_is_the_uninterrupted_run` has another key.
 @pytest.mark.slow
 def test_rows_and_microbatches_change_nothing_but_rounding(micro, run_micro):
-    how = {"steps": 1, "loss__center": 3, "sampling__weight_dtype": "int8", "loss__correction": "truncate"}
+    how = {"steps": 1, "loss__center": 3, "loss__correction": "truncate", "sampling__weight_dtype": "int8"}
     one, other = (
         run_micro(micro(**how, batch__row_tokens=tokens, batch__rows_per_microbatch=rows)).metrics[0]
         for tokens, rows in ((0, 8), (40, 8))

@@ -73,6 +73,9 @@ class ScriptedSampling(GroupSampling):
     def transfer(self, params):
         return params * 10
 
+    def not_arrived_frac(self, params, weights):
+        return 0.0
+
     def collector(self, position):
         sizes = ClockSizes(in_flight=6, samples_per_prompt=2, needed=2, answer_rounds=0, waves=True)
         return Collector.after(position, sizes, max_groups=12)
@@ -94,7 +97,7 @@ class CountedBatches(StepBatches):
     def __init__(self, script):
         self._script = script
 
-    def minibatches(self, groups, step):
+    def minibatches(self, groups, step, score):
         self._script.seen.append(("split", tuple(group.prompt.ordinal for group in groups), step))
         return [[] for _ in range(self._script.updates)]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config import ConfigError, DynamicSamplingConfig, RolloutConfig, TeacherConfig
@@ -18,6 +19,7 @@ from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests.run.conftest import assert_equal_weights, params_of
+from tests.training.correction_test import logprobs_of
 
 
 def save_teacher(folder, alphabet="0123456789+=:,?"):
@@ -172,6 +174,65 @@ def test_with_rewards_responses_are_graded_and_advantages_are_added(distilling, 
     assert 0 < result.metrics[0]["rollout/accuracy"] < 1
     rows = read_rollouts(result.run_dir / "rollouts" / "step_000001.jsonl")
     assert any(row["advantage"] for row in rows)
+
+
+def own_teacher(distilling, prompt, **changes):
+    """A run whose policy is its own teacher with the question `prompt`, in one update per step."""
+    config = distilling(steps=1, teacher=TeacherConfig(source="self", prompt=prompt), **changes)
+    longer = replace(config.data, max_prompt_tokens=9)
+    return replace(
+        config,
+        batch=replace(config.batch, groups_per_update=2, row_tokens=16),
+        data=longer,
+        log=replace(config.log, rollouts_every_steps=1),
+    )
+
+
+def test_a_policy_that_teaches_itself_with_the_same_prompt_learns_nothing(distilling, run_micro):
+    """The policy and the teacher are the same function of the same rows, so all advantages are 0, bit for bit."""
+    [line] = run_micro(own_teacher(distilling, "{prompt}"), reward=never).metrics
+    assert line["teacher/reverse_kl"] == line["update/grad_norm"] == 0
+
+
+# Slow: another run. tests/run/training_pass_test.py finds each token after the teacher's prompt again.
+@pytest.mark.slow
+def test_the_advantages_of_a_privileged_prompt(distilling, run_micro, model):
+    """The mean of log pi(y | x) - log pi(y | x') is computed from the saved responses and the weights before the update, in rows of a single response.
+    2e-6: log-probabilities near 2.4 have float32 values that are 2.4e-7 apart, and a sum of 16 x 8 numbers in another order."""
+    result = run_micro(own_teacher(distilling, "{answer}:{prompt}"), reward=never)
+    policy = find_policy(model)
+    params = {**nnx.to_pure_dict(policy.params)["blocks"], **nnx.to_pure_dict(policy.params)["ends"]}
+    differences = []
+    for row in read_rollouts(result.run_dir / "rollouts" / "step_000001.jsonl"):
+        question, answer = row["prompt"], row["answer"]
+        ids = row["response_token_ids"]
+        scores = [
+            np.asarray(
+                logprobs_of(params, np.array([[*policy.tokenizer.encode(text), *ids]]), policy.decoder)
+            )[0]
+            for text in (question, f"{answer}:{question}")
+        ]
+        own, privileged = (score[-len(ids) :] for score in scores)
+        differences += (own - privileged).tolist()
+    assert abs(np.mean(differences)) > 1e-3
+    [line] = result.metrics
+    assert line["teacher/reverse_kl"] == pytest.approx(np.mean(differences), abs=2e-6)
+    assert line["update/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            "{prompt} {hint}",
+            r"teacher\.prompt: .*names the column 'hint', but a row has \['answer', 'prompt'\]",
+        ),
+        ("{prompt}:::::::::", r"teacher\.prompt: .*12 tokens.* data\.max_prompt_tokens=9: raise"),
+    ],
+)
+def test_a_prompt_of_the_teacher_that_does_not_fit_the_rows_is_refused(prompt, message, distilling, rows):
+    with pytest.raises(ConfigError, match=message):
+        Run(own_teacher(distilling, prompt), prompts=rows, reward=never)
 
 
 # Slow: compiles another update. tests/training/teacher_test.py compares its gradient with the formula.

@@ -14,6 +14,7 @@ from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.corrections import importance_weights
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.models.device_layout import Layout
 from dapo_jax.parallel.mesh import Absent, make_mesh
 from dapo_jax.parallel.training_layout import MeshLayout
@@ -141,6 +142,40 @@ def test_a_vocabulary_is_padded_for_both_meshes_and_only_if_needed():
     assert for_mesh(odd, two).vocab_rows == 22
     assert for_mesh(odd, two, four).vocab_rows % 4 == 0
     assert for_mesh(tiny_decoder_config(vocab_size=20), two, four).vocab_rows == 20
+
+
+def test_the_policy_scores_each_response_after_the_prompt_of_the_teacher():
+    """The teacher's prompts of the two groups have 2 and 5 tokens. The score of a token here is its id and its position."""
+    batch = BatchConfig(prompts_per_step=2, groups_per_update=2, group_size=4, rows_per_microbatch=2)
+    config = TrainConfig(run_dir="run", batch=batch)
+    how = passed(make_mesh(devices=jax.devices()[:1]), row_tokens=12, rows_per_microbatch=2)
+    asked = [np.full(2, 90, np.int32), np.full(5, 91, np.int32)]
+    by_rule = partial(step_advantages, **vars(config.advantage))
+    batches = StepBatches(
+        config, how, pad_id=0, advantages=by_rule, teacher_prompt=lambda prompt: Tokens(asked[prompt.ordinal])
+    )
+
+    def score(packed):
+        assert {array.shape for m in packed for array in m.arrays.values()} == {(2, 12)}
+        return np.stack([m.tokens + m.positions / 100 for m in packed]).astype(np.float32)
+
+    made = [make_group(at, "x..x", lengths=[2, 1, 3, 2]) for at in (0, 1)]
+    groups = [
+        replace(group, prompt=replace(group.prompt, tokens=np.full(3, 70 + at, np.int32)))
+        for at, group in enumerate(made)
+    ]
+    for number, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
+        rollout.response.record.ids[:] = 10 * number + np.arange(len(rollout.response.record))
+    [packed] = batches.minibatches(groups, 1, score)
+    found = 0
+    for m in packed:
+        for row, column in zip(*np.nonzero(m.mask), strict=True):
+            own = m.tokens[row][m.segment_ids[row] == m.prefix_ids[row, column]]
+            [group] = [group for group in groups if group.prompt.tokens[0] == own[0]]
+            place = m.positions[row, column] - len(group.prompt.tokens) + len(asked[group.prompt.ordinal])
+            assert m.teacher_logprobs[row, column] == np.float32(m.tokens[row, column] + place / 100)
+            found += 1
+    assert found == 2 * (2 + 1 + 3 + 2)
 
 
 def test_responses_that_keep_responses_rejects_count_in_the_baseline_and_in_the_mean():

@@ -20,6 +20,7 @@ from dapo_jax.models.presets import PRESETS, Experts
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.grading_pool import GradingPool
+from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run import policy, sources, updater_setup
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers import BUILT_IN
@@ -77,6 +78,7 @@ def watched():
             patch.setattr(import_module(f"dapo_jax.{place}"), "Updater", updates)
         patch.setattr("dapo_jax.run.sources.download", download)
         patch.setattr(WeightTransfer, "__call__", lambda self, params: self.shapes)
+        patch.setattr(GroupSampling, "not_arrived_frac", lambda self, params, weights: 0.0)
         patch.setattr("dapo_jax.run.records.to_yaml", doubles.once(to_yaml))
         micro = tiny_decoder_config(
             vocab_size=32, embed_dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp_dim=16

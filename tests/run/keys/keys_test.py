@@ -37,6 +37,7 @@ SEEN_IN_RUNS = {
     "dynamic_sampling.max_waves": "run/build_test",
     "dynamic_sampling.metric": "cli_test",
     "rollout.saved": "run/teacher_setup_test",
+    "teacher.prompt": "run/teacher_setup_test",
     "dynamic_sampling.skip_solved": "rollout/skip_solved_test",
     "lora.rank": "run/lora_test",
     "environment.source": "run/turns_test",
