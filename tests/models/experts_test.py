@@ -100,7 +100,7 @@ def test_gradients_on_eight_devices_equal_a_dense_computation_in_float64(whole):
 
 
 # Slow: the kernel is interpreted. Half of the experts have the same kernel and more cases.
-@pytest.mark.parametrize("platform", ["tpu", "default"])
+@pytest.mark.parametrize("platform", [pytest.param("tpu", marks=pytest.mark.slow), "default"])
 @pytest.mark.parametrize(
     "part",
     [pytest.param(slice(None), marks=pytest.mark.slow, id="all"), pytest.param(slice(4, 8), id="half")],

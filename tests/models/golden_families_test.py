@@ -136,12 +136,6 @@ def passed(name):
     """(config, params, logits of both rows with their responses, gradients), all in one program."""
     config, params = load_model(FOLDERS[name])
     (logits, _), gradients = gradients_of(config, params, *rows_of(name))
-    if (
-        name == "gemma4_e"
-    ):  # In float32, gradients of jax 0.12 differ from float64 by up to 1.8e-4, and the file's by 4.7e-5.
-        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
-            gradients = gradients_of(config, wide, *rows_of(name), compute_dtype="float64")[1]
     return config, params, np.asarray(logits), gradients
 
 
@@ -195,6 +189,23 @@ def test_logits_greedy_tokens_and_gradients_are_those_of_transformers(name):
             logits[row, : last + 1], logits_in(found)[row, : last + 1], rtol=0, atol=tolerance(name)
         )
         assert logits[row, last : last + NEW].argmax(-1).tolist() == found["greedy"][row].tolist()
+    if name != "gemma4_e":
+        assert_gradients(name, config, gradients)
+
+
+# Slow: compiles another gradient.
+@pytest.mark.slow
+def test_gradients_of_gemma4_e_in_float64_are_those_of_transformers():
+    """In float32, gradients of jax 0.12 differ from float64 by up to 1.8e-4, and the file's by 4.7e-5."""
+    config, params, *_ = passed("gemma4_e")
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
+        gradients = gradients_of(config, wide, *rows_of("gemma4_e"), compute_dtype="float64")[1]
+    assert_gradients("gemma4_e", config, gradients)
+
+
+def assert_gradients(name, config, gradients):
+    found = expected(name)
     names = [key for key in found if key.startswith("grad.")]
     assert names or name.endswith("_hub")
     for key in names:
@@ -243,8 +254,8 @@ def sampled(name, cache, width):
 
 # Rows of 48 tokens prefill each prompt at once; rows of 16 prefill it in parts.
 QUICK = {
-    "slots": ("mistral", "gemma3", "gemma4_e", "qwen3_5_moe", "olmoe", "deepseek_v3"),
-    "pages": ("gemma3", "gpt_oss"),
+    "slots": ("mistral", "gemma3", "gemma4_e", "qwen3_5_moe", "deepseek_v3"),
+    "pages": ("gemma3",),
 }
 
 
@@ -661,7 +672,7 @@ LEFT_OUT = {
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        pytest.param(name, number, marks=pytest.mark.slow if number or name != "granite_hybrid" else [])
+        pytest.param(name, number, marks=pytest.mark.slow if number or name != "granitemoe" else [])
         for name, changes in LEFT_OUT.items()
         for number in range(len(changes))
     ],

@@ -53,11 +53,12 @@ DECODERS = {
     },
 }  # fmt: skip
 RECURRENT = ("nemotron_h", "granitemoehybrid")
-# Slow: the runs of two further models. tests/run/gated_delta_test.py runs a recurrence in the default tier.
-FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name in RECURRENT)) for name in DECODERS]
+pytestmark = pytest.mark.slow
+"""Slow: the runs of three further models. tests/run/gated_delta_test.py runs a recurrence in the default tier, and the sampler and the rows of each mixer are compared in
+tests/models/golden_families_test.py."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=DECODERS)
 def family(request):
     return request.param
 
@@ -87,12 +88,11 @@ def flown(small, run_micro, rows):
 
 
 def test_packed_rows_with_shared_prompts_are_scored_as_they_were_sampled(flown):
-    """In the first step, all tokens are of its weights. The slow tests compare later steps."""
+    """In the first step, all tokens are of its weights. The other tests compare later steps."""
     assert_synchronous(flown.metrics[1:2])
 
 
 # Slow: each of the tests below is a run or several. tests/run/gated_delta_test.py runs the same programs of the engine in the default tier.
-@pytest.mark.slow
 def test_heads_split_over_devices_give_the_same_responses(small, run_micro, rows):
     """Each device along `tensor` has some heads and groups, and a single group, or the latents, whole."""
     mesh = {"parallel__data": 2, "parallel__fsdp": 2, "parallel__tensor": 2}
@@ -102,7 +102,6 @@ def test_heads_split_over_devices_give_the_same_responses(small, run_micro, rows
     assert_same_responses(found, expected)
 
 
-@pytest.mark.slow
 def test_rows_may_be_split_over_devices_unless_the_mixer_is_recurrent(small, run_micro, rows, family):
     config = small(parallel__data=2, parallel__fsdp=2, parallel__context=2)
     if family in RECURRENT:
@@ -112,20 +111,17 @@ def test_rows_may_be_split_over_devices_unless_the_mixer_is_recurrent(small, run
         assert_synchronous(run_micro(config, eval_rows=rows).metrics[1:])
 
 
-@pytest.mark.slow
 def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(small, resumed_at_each_step, flown, same_run):
     assert any(line["rollout/age_max"] > 0 for line in flown.metrics[1:])
     same_run(resumed_at_each_step(small, STEPS, **FLIGHT), flown)
 
 
-@pytest.mark.slow
 def test_preempted_responses_are_read_again(small, run_micro, rows, flown, monkeypatch):
     """With pages for a single sequence on each device."""
     monkeypatch.setitem(PAGE_TOKENS, "pages", 4)
     assert_same_responses(run_micro(small(**FLIGHT, sampling__cache_tokens=96), eval_rows=rows), flown)
 
 
-@pytest.mark.slow
 def test_episodes_are_trained_on_as_they_were_sampled(small, run_micro):
     """Between two turns, an episode keeps its pages and its states."""
     environment = EnvironmentConfig(source="guess", max_turns=2, turn_tokens=2)
@@ -134,7 +130,6 @@ def test_episodes_are_trained_on_as_they_were_sampled(small, run_micro):
     assert line["sync/logprob_diff_max"] <= 2e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype", ["", "int8"])
 def test_adapters_are_sampled_as_they_are_trained(weight_dtype, small, run_micro, rows, family):
     """In eight bits, the sampler has another policy. The saved adapters are the trained ones, bit for bit."""

@@ -60,6 +60,8 @@ def flown(windowed, run_micro, rows):
     return run_micro(windowed(**FLIGHT, **CONTEXT), eval_rows=rows)
 
 
+# Slow: compiles an update and a sampler. tests/parallel has windows with rows over several devices, and tests/sampling/windows_test.py the sampler.
+@pytest.mark.slow
 def test_packed_rows_over_several_devices_are_those_that_were_sampled(windowed, run_micro, rows):
     assert_synchronous(run_micro(windowed(steps=2, **CONTEXT), eval_rows=rows).metrics[1:])
 

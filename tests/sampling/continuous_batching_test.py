@@ -237,10 +237,10 @@ def test_sizes_that_cannot_be_batch_invariant_are_refused(how, message):
 @pytest.mark.parametrize(
     ("slots", "steps", "cache"),
     [
-        (16, 8, {"page_tokens": 1, "cache_tokens": 40}),
-        # Slow: a sampler each. The other cases have pages of one and of four tokens, with and without preemption.
+        # Slow: a sampler each. The last case has pages of four tokens, preemption and prompts in parts.
+        pytest.param(16, 8, {"page_tokens": 1, "cache_tokens": 40}, marks=pytest.mark.slow),
         pytest.param(4, 8, {"page_tokens": 7, "cache_tokens": 28}, marks=pytest.mark.slow),
-        (4, 8, {"page_tokens": 4}),
+        pytest.param(4, 8, {"page_tokens": 4}, marks=pytest.mark.slow),
         (16, 3, {"page_tokens": 4, "cache_tokens": 48, "prefill": PrefillShape(rows=2, width=5, longest=MAX_PROMPT)}),
         *(
             pytest.param(16, steps, {"page_tokens": page, "cache_tokens": tokens}, marks=pytest.mark.slow)

@@ -346,11 +346,10 @@ CACHES = ["slots", "pages", "tpu", "gpu"]
 @pytest.mark.parametrize(
     ("cache", "config"),
     [
-        ("slots", CONFIG),
         pytest.param("pages", SWITCHED, id="pages, every switch"),
         # Slow: compiles trainer and sampler. tests/sampling/paged_cache_test.py compares the attention of all caches, also interpreted
         # kernels; tests/sampling/routes_test.py compares sampler and trainer with experts.
-        *(pytest.param(cache, CONFIG, marks=pytest.mark.slow) for cache in CACHES[1:]),
+        *(pytest.param(cache, CONFIG, marks=pytest.mark.slow) for cache in CACHES),
         *(
             pytest.param(cache, SWITCHED, id=f"{cache}, every switch", marks=pytest.mark.slow)
             for cache in ("slots", "tpu", "gpu")

@@ -214,8 +214,8 @@ NARROW = PrefillShape(rows=1, width=4, longest=MAX_PROMPT)
     "how",
     [
         {},
-        {"page_tokens": 4, "cache_tokens": 48, "prefill": NARROW},
-        # Slow: compiles another sampler. tests/models/experts_test.py shows that no bit depends on other tokens.
+        # Slow: compile further samplers. Preempted responses with records are in tests/sampling/heads_test.py. tests/models/experts_test.py shows that no bit depends on other tokens.
+        pytest.param({"page_tokens": 4, "cache_tokens": 48, "prefill": NARROW}, marks=pytest.mark.slow),
         pytest.param({"batch_invariant": True}, marks=pytest.mark.slow),
     ],
     ids=["slots", "chunks and preempted", "batch invariant"],

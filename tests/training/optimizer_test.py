@@ -204,8 +204,16 @@ def shrunk(name):
     return DecoderConfig(mlps=(experts or GATED,), **sizes, **{key: getattr(large, key) for key in options})
 
 
+QUICK = ("qwen3-30b-a3b", "tiny-nemotron-h")
+"""Presets with experts and attention, and with Mamba-2. Each preset compiles an update, so the others are slow."""
+
+
 @pytest.mark.parametrize(
-    "config", {shrunk(name): name for name in PRESETS}, ids={shrunk(name): name for name in PRESETS}.get
+    "config",
+    [
+        pytest.param(config, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+        for config, name in {shrunk(name): name for name in (*PRESETS, *QUICK)}.items()
+    ],
 )
 def test_every_matrix_of_every_layer_and_expert_moves_as_with_optax_muon_alone(config):
     """One update without decay. Expert e has gradients 10^-e times as large, and the last expert has none, as if no token chose it.
