@@ -57,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 print(f"{case} is left out: {arguments.minutes:g} minutes have passed", flush=True)
                 continue
             workload = _workload(what, sizes, folder, arguments)
-            found = _measured(name, what, workload, arguments, flags)
+            found = measured(name, what, workload, arguments, flags)
             if found is None:
                 continue
             card = card or found["card"]
@@ -195,7 +195,7 @@ def _workload(what: str, sizes: tuple[int, ...], folder: str, arguments: argpars
     )
 
 
-def _measured(
+def measured(
     name: str, what: str, workload: Workload, arguments: argparse.Namespace, flags: str
 ) -> dict[str, Any] | None:
     """Returns a system's version and the seconds of each round. If the system is missing or fails, prints the reason and returns None."""
@@ -219,10 +219,8 @@ def _measured(
         ]
         if what == "rollout":
             lengths = [len(tokens) for tokens in answers[-1].result]
-            if lengths != [workload.new_tokens] * workload.sequences:
-                raise WorkerError(
-                    f"{name} returned responses of {sorted(set(lengths))} tokens, not {workload.new_tokens}"
-                )
+            if lengths != workload.lengths():
+                raise WorkerError(f"{name} returned responses of {lengths} tokens, not {workload.lengths()}")
         card, peak = (worker.call(each).result if name == "ours" else None for each in ("card", "peak_gib"))
         seconds = [answer.seconds for answer in answers[arguments.warmups :]]
         return {**known, "card": card, "peak_gib": peak, "seconds": seconds}

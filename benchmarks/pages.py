@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import report
-from benchmarks.long_tail import LimitedEngine
+from benchmarks.limited_engine import LimitedEngine
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.presets import preset

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Groups of responses to prompts of the same length. Each response has exactly `new_tokens` tokens."""
+    """Groups of responses. Unless `mixed` is set, each prompt has `prompt_tokens` tokens, and each response exactly `new_tokens`."""
 
     model: str
     """The path of a model folder in the Hugging Face layout."""
@@ -20,6 +20,9 @@ class Workload:
     new_tokens: int = 64
     threads: int = 2
     seed: int = 0
+    mixed: list[int] | None = None
+    """The smallest and the largest length of the prompts and of the responses, one to each prompt. The lengths are uniform, and are drawn in the order of nano-vllm's benchmark,
+    which has 256 sequences of 100 to 1,024 tokens, seed 0 and tokens of up to 10,000: 142,827 tokens of prompts and 133,966 of responses."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings that only one system has, such as the number of rows in a microbatch."""
 
@@ -31,10 +34,24 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Number of response tokens per round."""
-        return self.sequences * self.new_tokens
+        return sum(self.lengths())
+
+    def lengths(self) -> list[int]:
+        """Returns the number of tokens of each response, in the order of the prompts."""
+        return self._mixed()[1] if self.mixed else [self.new_tokens] * self.sequences
+
+    def _mixed(self) -> tuple[list[list[int]], list[int]]:
+        assert self.mixed is not None
+        rng, most = random.Random(self.seed), min(10_000, self.sizes()["vocab_size"] - 1)
+        prompts = [
+            [rng.randint(0, most) for _ in range(rng.randint(*self.mixed))] for _ in range(self.prompts)
+        ]
+        return prompts, [rng.randint(*self.mixed) for _ in range(self.prompts)]
 
     def prompt_ids(self) -> list[list[int]]:
         """Returns prompts of uniformly random token ids. The ends of the vocabulary are excluded, because special tokens are there."""
+        if self.mixed:
+            return self._mixed()[0]
         vocab = self.sizes()["vocab_size"]
         rng = random.Random(self.seed)
         low, high = vocab // 50, vocab - vocab // 50

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 import dapo_jax
+from benchmarks.limited_engine import LimitedEngine
 from benchmarks.workload import Workload, reward_of
 from dapo_jax.config import BatchConfig, ModelConfig
 from dapo_jax.dapo.advantages import step_advantages
@@ -34,7 +35,7 @@ NO_TOKEN = -1
 
 
 class System:
-    """A loaded model. Options: for_training, rows_per_microbatch, logprob_chunk_vocab, remat, steps_per_call."""
+    """A loaded model. Options: for_training, rows_per_microbatch, logprob_chunk_vocab, remat, attention, steps_per_call."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, options = workload, workload.options
@@ -44,7 +45,8 @@ class System:
         self.transfer = WeightTransfer(params, self.mesh, dtype=workload.dtype)
         if options.get("for_training"):
             optimizer = make_optimizer()
-            model = ModelConfig(compute_dtype=workload.dtype, remat=options.get("remat", "none"))
+            chosen = {name: options[name] for name in ("attention",) if name in options}
+            model = ModelConfig(compute_dtype=workload.dtype, remat=options.get("remat", "none"), **chosen)
             row_tokens = workload.prompt_tokens + self._together * workload.new_tokens
             self.passed = training_pass(model, BatchConfig(), self.mesh, self.config, row_tokens=row_tokens)
             how = {"compute_dtype": workload.dtype, "remat": model.remat, "layout": self.passed.layout}
@@ -61,7 +63,12 @@ class System:
             self._first_weight = np.asarray(self._weight())
         else:
             self.weights = self.transfer(params)
-        self.sampler = Sampler(self.engine(), prefill_prompts=workload.prompts)
+        engine: Any = self.engine()
+        if workload.mixed:
+            engine = LimitedEngine(
+                engine, np.reshape(workload.lengths(), (workload.prompts, workload.samples))
+            )
+        self.sampler = Sampler(engine, prefill_prompts=workload.prompts)
 
     def engine(self) -> DecoderEngine:
         """The engine that samples rollouts, with one slot per response."""

@@ -41,8 +41,9 @@ class System:
     def _generate(self, **how: Any) -> list[list[int]]:
         prompts = [{"prompt_token_ids": ids} for ids in self.workload.prompt_ids()]
         # Every response has the full length. Text is not requested, because no other system generates text.
-        wanted = self.parameters(
-            max_tokens=self.workload.new_tokens, ignore_eos=True, detokenize=False, **how
-        )
+        wanted = [
+            self.parameters(max_tokens=length, ignore_eos=True, detokenize=False, **how)
+            for length in self.workload.lengths()[:: self.workload.samples]
+        ]
         found = self.engine.generate(prompts, wanted, use_tqdm=False)
         return [list(response.token_ids) for prompt in found for response in prompt.outputs]

@@ -1,0 +1,81 @@
+"""The command that measures an accelerator in one go, on a CPU."""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.first_day import PARTS, Day, _learned
+from benchmarks.workload import Workload
+from tests.several import ROOT
+
+
+@pytest.fixture
+def day(tmp_path):
+    return Day(argparse.Namespace(out=tmp_path / "out", card=None, platforms="cpu"), tmp_path)
+
+
+def written(day):
+    return json.loads((day.arguments.out / "first_day.json").read_text())["parts"]
+
+
+def test_a_part_that_is_cut_short_or_fails_leaves_its_results(day):
+    with day.part("slow", 0.2 / 60):
+        day.add("first", "1")
+        time.sleep(30)
+    with day.part("broken", 1):
+        day.add("second", "2", seconds=[2.0])
+        day.command("dapo_jax", "no-such-command")
+    with day.part("last", 1):
+        day.add("third", "3")
+    assert [part["results"][0]["what"] for part in written(day).values()] == ["first", "second", "third"]
+    endings = [part["ended"] for part in written(day).values()]
+    assert endings[0].startswith("cut short after")
+    assert "no-such-command" in endings[1]
+    assert endings[2] == "whole"
+    page = (day.arguments.out / "first_day.md").read_text()
+    assert page.count("ended early") == 2
+
+
+def test_the_process_of_a_part_that_is_cut_short_ends(day, tmp_path, monkeypatch):
+    """The module writes a file after its time is over, if it lives."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "lingering.py").write_text(
+        f"import time, pathlib\ntime.sleep(2)\npathlib.Path({str(tmp_path / 'late')!r}).touch()\n"
+    )
+    with day.part("slow", 0.3 / 60):
+        day.command("lingering")
+    time.sleep(2.5)
+    assert not (tmp_path / "late").exists()
+
+
+def test_mixed_lengths_are_those_of_the_benchmark_of_nano_vllm(tmp_path):
+    """Its page gives 133,966 tokens of responses. The prompts are drawn before."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 151936}')
+    workload = Workload(model=str(tmp_path), prompts=256, samples=1, mixed=[100, 1024])
+    assert workload.tokens == 133_966
+    assert sum(map(len, workload.prompt_ids())) == 142_827
+    assert Workload.from_json(workload.to_json()) == workload
+
+
+def test_equal_runs_differ_in_clocks_alone(tmp_path):
+    lines = [{"step": 1, "loss": float("nan"), "time/step_s": 1.0}, {"step": 2, "loss": 0.5, "speed/x": 3}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert _learned(tmp_path / "metrics.jsonl") == [
+        {"step": "1", "loss": "nan"},
+        {"step": "2", "loss": "0.5"},
+    ]
+
+
+# Slow: runs every part, with about 20 processes that compile.
+@pytest.mark.slow
+def test_every_part_runs_on_a_cpu(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.first_day", "--out", tmp_path, "--minutes", "5"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    found = json.loads((tmp_path / "first_day.json").read_text())["parts"]
+    assert {name: part["ended"] for name, part in found.items()} == dict.fromkeys(PARTS, "whole")
+    assert [one["value"] for one in found["repeats"]["results"]] == ["equal in every metric"] * 2
+    assert sum("tokens_s" in one for one in found["choices"]["results"]) == 10
