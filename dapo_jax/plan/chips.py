@@ -9,7 +9,8 @@ module uses one direction.
 GPU, it is the fraction `MEMORY_FRACTION` of the memory that the driver reports, which is a little less than the data sheet's.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dapo_jax.parallel.gpu_settings import MEMORY_FRACTION
 
@@ -39,6 +40,8 @@ class Chip:
     """Memory bandwidth of one device, in bytes per second."""
     device_ici_bytes_s: float
     """Bytes per second that one device can receive over all its links together."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the roofline that were measured on this chip, by phase of a step. They are in `benchmarks/baselines`."""
 
     @property
     def device_hbm_bytes(self) -> int:
@@ -48,7 +51,7 @@ class Chip:
 
 def _gpu(
     name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: int | float, gib: float,
-    tflops: int | float, gb_s: int, link_gb_s: int,
+    tflops: int | float, gb_s: int, link_gb_s: int, measured: Mapping[str, float] | None = None,
 ) -> Chip:  # fmt: skip
     """Returns a GPU model from its data sheet. `kind` is JAX's name, `gib` the memory reported by the driver, `link_gb_s` the link bandwidth in one direction.
 
@@ -84,6 +87,7 @@ def _gpu(
         peak_flops=tflops * 1e12,
         device_hbm_bytes_s=gb_s * 1e9,
         device_ici_bytes_s=link_gb_s * 1e9,
+        measured=measured or {},
     )
 
 
@@ -110,7 +114,7 @@ CHIPS: dict[str, Chip] = {
         _gpu("h100", "NVIDIA H100 80GB HBM3", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=79.1,
              tflops=989.4, gb_s=3350, link_gb_s=450),
         _gpu("h200", "NVIDIA H200", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=139.8,
-             tflops=989.4, gb_s=4800, link_gb_s=450),
+             tflops=989.4, gb_s=4800, link_gb_s=450, measured={"decode": 0.227, "update": 0.104}),
         _gpu("a100-80gb", "NVIDIA A100-SXM4-80GB", capability=(8, 0), cores=108, ghz=1.41, l2_mib=40, gib=79.2,
              tflops=312, gb_s=2039, link_gb_s=300),
         _gpu("b200", "NVIDIA B200", capability=(10, 0), cores=148, ghz=1.965, l2_mib=126.5, gib=178.3,

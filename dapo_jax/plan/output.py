@@ -123,6 +123,15 @@ def show(plan: Plan, console: Console) -> None:
         f"a step takes at least {plan.step_s:,.1f} s, and {plan.config.steps:,} steps take at least {plan.chip_hours:,.1f} chip-hours; "
         f"model FLOPs utilisation is at most {plan.mfu_bound:.1%}",
     )
+    measured = [
+        f"{bound.work.phase} {bound.measured_s:,.1f} s ({plan.topology.chip.measured[bound.work.phase]:.0%} of the roofline)"
+        for bound in plan.bounds
+        if bound.measured_s
+    ]
+    if measured:
+        console.print(
+            f"measured on one {plan.topology.chip.name} with the shapes of Qwen3-0.6B; at the same shares, a step takes: {', '.join(measured)}"
+        )
 
 
 def show_verdict(plan: Plan, tried: Sequence[Tried], console: Console) -> None:

@@ -55,6 +55,8 @@ class Bound:
     seconds: float
     limit: str
     """The name of the longest time: compute, hbm, ici or network."""
+    measured_s: float | None
+    """The time at the share of the roofline that was measured on this chip with another model, or None if nothing was measured."""
 
 
 def bound(work: Work, topology: Topology) -> Bound:
@@ -68,7 +70,10 @@ def bound(work: Work, topology: Topology) -> Bound:
     }
     limit = max(times, key=lambda name: times[name])
     each = {f"{name}_s": value for name, value in times.items()}
-    return Bound(work=work, seconds=times[limit], limit=limit, **each)
+    share = chip.measured.get(work.phase)
+    return Bound(
+        work=work, seconds=times[limit], limit=limit, measured_s=share and times[limit] / share, **each
+    )
 
 
 def work_of(

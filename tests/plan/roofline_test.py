@@ -1,6 +1,8 @@
 """Operations, bytes and minimum time of a step's phases, derived by hand."""
 
+import json
 import math
+import statistics
 from dataclasses import replace
 
 import jax
@@ -29,6 +31,7 @@ from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.lora import lora_shape
 from dapo_jax.models.mamba import Mamba
 from dapo_jax.models.presets import DecoderConfig, Experts, preset
+from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.collectives import Traffic
 from dapo_jax.plan.compiled import CompiledProgram
 from dapo_jax.plan.roofline import (
@@ -43,6 +46,7 @@ from dapo_jax.plan.roofline import (
 from dapo_jax.plan.topologies import parse
 from dapo_jax.plan.workload import Assumptions, MeshSizes, workload_of
 from dapo_jax.sampling.cache_sizes import PageSizes, slot_pages
+from tests.several import ROOT
 
 # A layer has 8 x (6 x 12 + 48) = 960 weights, 3 layers 2880, the unembedding 256. A query-key pair costs 288 operations. A cached token in
 # bfloat16 has 144 bytes. All parameters: 3 x (960 + 16 of norms) + 256 + 8 = 3192.
@@ -131,6 +135,17 @@ def test_a_token_uses_the_chosen_experts_and_a_step_reads_those_of_all_tokens():
     assert decode_weight_parameters(decoder, 2) == pytest.approx(3 * 8 * (72 + 1.75 * 48 + 4) + 256)
     assert decoder.active_parameters == SMALL.parameters + 3 * 4 * 8
     assert decoder.parameters == decoder.active_parameters + 3 * 3 * 8 * 48
+
+
+def test_a_measured_chip_suggests_a_time_at_its_share_of_the_roofline():
+    """The shares are the medians in the baseline of the card. Decoding 4,800 GB takes 1 s at the H200's bandwidth."""
+    figures = json.loads((ROOT / "benchmarks" / "baselines" / "h200.json").read_text())["figures"]
+    shares = {phase: statistics.median(figures[f"gpu/{what}:ours/share_of_limit"]) for phase, what in (("decode", "rollout"), ("update", "update"))}  # fmt: skip
+    assert CHIPS["h200"].measured == pytest.approx(shares, rel=5e-3)
+    decode = Work(phase="decode", runs=1, flops=0, useful_flops=0, hbm_bytes=4800e9)
+    assert bound(decode, parse("h200:1")).measured_s == pytest.approx(1 / 0.227)
+    assert bound(replace(decode, phase="prefill"), parse("h200:1")).measured_s is None
+    assert bound(decode, parse("h100:1")).measured_s is None
 
 
 def test_the_longest_time_bounds_a_phase():
