@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dapo_jax.config import load_config
+from tests.sandbox.running import run as sandboxed
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,19 @@ def test_the_quickstart_with_turns_learns_to_search(seed, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["eval/guess_number/avg@4"] < 0.3
     assert lines[-1]["eval/guess_number/avg@4"] >= 0.9
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_with_code_learns_to_write_brackets(seed, tmp_path):
+    """From about half to nine tenths of the held-out programs."""
+    sandboxed("pass")  # skips without bubblewrap
+    config = CONFIGS / "code_quickstart.yaml"
+    assert load_config(config).steps <= 300
+    run("train", config, f"seed={seed}", f"run_dir={tmp_path / 'run'}")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["eval/one_line_programs/avg@8"] < 0.55
+    assert lines[-1]["eval/one_line_programs/avg@8"] >= 0.9
+    assert sum(line.get("reward/code/restarts", 0) for line in lines) == 0
 
 
 def test_the_warm_start_of_turns_makes_a_base_model_that_knows_the_format(tmp_path):

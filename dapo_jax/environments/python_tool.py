@@ -1,9 +1,12 @@
-"""The tool `python` for a `ToolEnvironment`: the policy writes programs, which run in a sandbox, and reads their output."""
+"""The tool `python` for environments with tools: the policy writes programs, which run in a sandbox, and reads their output."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from dapo_jax.environments.tools import Grade, ToolEpisode, Tools
 from dapo_jax.sandbox import Limits, Outcome, Program, load_sandbox
+from dapo_jax.sandbox.servers import ServerSandbox
 
 LIMITS = Limits(cpu_s=4.0, idle_s=3.0)
 """The default limits. Together they are below the time limit of a call (`Tools`)."""
@@ -15,16 +18,45 @@ _ENDED = {
     "memory": "memory limit of {memory_mb} MiB",
     "output": "output limit of {output} bytes",
 }
+_NOTHING = None, Outcome(ended="server"), (0, 0)
 
 
-def python_tool(
-    *, backend: str = "auto", slots: int = 0, interpreter: str = "", limits: Limits = LIMITS
-) -> Callable[[str], Awaitable[str]]:
+def python_tool(*, limits: Limits = LIMITS, **options: Any) -> Callable[[str], Awaitable[str]]:
     """Returns the function `python(code)` for `ToolEnvironment([python_tool()], grade)`. Each call is a program of its own.
 
-    See `load_sandbox` for the arguments and the errors. If the sandbox fails, the episode is lost, so that the policy never sees such a failure.
+    `options` are the arguments of `load_sandbox`, which also has the errors. If the sandbox fails, the episode is lost, so that the policy never sees such a failure.
     """
-    sandbox = load_sandbox(backend, slots=slots, python=interpreter)
+    return _tool(load_sandbox(**options), limits, keep=False)
+
+
+class PythonEnvironment:
+    """An environment with the tool `python`, whose variables are kept until the end of the episode, and further tools.
+
+    No process waits between calls: each call runs the earlier cells again, with the same seed, and then the new one.
+    """
+
+    def __init__(
+        self,
+        grade: Grade,
+        functions: Sequence[Callable[..., Any]] = (),
+        *,
+        limits: Limits = LIMITS,
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        """See `python_tool` for `limits`, `options` and the errors, and `Tools` for `functions` and `timeout_s`."""
+        self._sandbox, self._limits = load_sandbox(**options), limits
+        self._grade, self._functions, self._timeout_s = grade, functions, timeout_s
+
+    def episode(self, row: Mapping[str, Any], seed: int) -> ToolEpisode:
+        """Creates the episode for a response, with an empty session."""
+        python = _tool(self._sandbox, self._limits, keep=True)
+        return ToolEpisode(Tools([python, *self._functions], timeout_s=self._timeout_s), row, self._grade)
+
+
+def _tool(sandbox: ServerSandbox, limits: Limits, *, keep: bool) -> Callable[[str], Awaitable[str]]:
+    """Returns a tool with a session of its own. If `keep` is set, a cell can use the variables of earlier cells."""
+    cells, printed = list[str](), b""
 
     async def python(code: str) -> str:
         """Runs a Python program. Returns its output and the value of its last expression, or the error.
@@ -32,16 +64,34 @@ def python_tool(
         Args:
             code: the program
         """
-
-        async def work() -> str:
-            async with sandbox.live(Program(source="", limits=limits), "calls") as server:
-                await server.tell({"name": "", "args": [code]})
-                reply = await server.said()
-                return _shown(reply, await server.ended(stop=True), limits)
-
-        return await sandbox.surely(work) or "the program ended the interpreter"
+        nonlocal printed
+        reply, outcome, before = (
+            await sandbox.surely(lambda: _run(sandbox, [*cells, code], limits)) or _NOTHING
+        )
+        rebuilt, out = outcome.stdout[: before[0]], outcome.stdout[before[0] :]
+        text = _shown(reply, replace(outcome, stdout=out, stderr=outcome.stderr[before[1] :]), limits)
+        if rebuilt != printed:
+            text += "\n(earlier programs ran again, and printed something else)"
+        if reply is None and cells:
+            text += "\n(the variables are lost)"
+        cells[:], printed = ([*cells, code], outcome.stdout) if keep and reply is not None else ([], b"")
+        return text
 
     return python
+
+
+async def _run(
+    sandbox: ServerSandbox, cells: Sequence[str], limits: Limits
+) -> tuple[Any, Outcome, tuple[int, int]]:
+    """Runs cells. Returns the reply to the last of them, the outcome, and the sizes of the outputs before the last cell."""
+    reply, before = None, (0, 0)
+    async with sandbox.live(Program(source="", limits=limits), "calls") as server:
+        for cell in cells:
+            before = server.printed
+            await server.tell({"name": "", "args": [cell]})
+            if (reply := await server.said()) is None:
+                break
+        return reply, await server.ended(stop=True), before
 
 
 def _shown(reply: Any, outcome: Outcome, limits: Limits) -> str:

@@ -82,6 +82,12 @@ class Server:
         except (ValueError, RecursionError):  # a program wrote to the socket itself
             return {"raise": ["ValueError", "a message that is not JSON"]}
 
+    @property
+    def printed(self) -> tuple[int, int]:
+        """The sizes of the program's output and error output so far, in bytes."""
+        out, error = (os.fstat(file).st_size for file in self._files[1:3])
+        return out, error
+
     async def ended(self, *, stop: bool = False) -> Outcome:
         """Waits for the end of the program, or ends it if `stop` is set. Returns its outcome.
 
@@ -162,7 +168,8 @@ class ServerSandbox:
         return None
 
     async def check(self) -> None:
-        """Runs a known program. Raises SandboxError if it fails."""
+        """Runs a known program on a new server. Raises SandboxError if it fails."""
+        self.close()  # waiting servers may have ended, too
         try:
             outcome = await self.script(_KNOWN)
             reason = "" if outcome.stdout == b"42\n" else f"a right program ended with {outcome}"

@@ -40,7 +40,7 @@ def test_a_file_that_is_there_wins_and_a_folder_does_not(tmp_path):
 
 def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
     assert "did you mean quickstart?" in message_of("quickstrat")
-    assert "give a YAML file, or one of aime_2024, dapo_gpt_oss_20b," in message_of("zzz")
+    assert "give a YAML file, or one of aime_2024, code_quickstart," in message_of("zzz")
     for path in ("quickstart.yaml", "configs/quickstart.yaml"):
         assert "did you mean quickstart?" in message_of(path)
     shutil.copy(shipped_configs()["quickstart"], tmp_path / "mine.yaml")

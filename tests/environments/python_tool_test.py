@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dapo_jax.environments.calls import LostError
-from dapo_jax.environments.python_tool import python_tool
+from dapo_jax.environments.python_tool import PythonEnvironment, python_tool
 from dapo_jax.environments.tool_calls import ToolCall
 from dapo_jax.environments.tools import Tools
 from dapo_jax.sandbox import Limits, SandboxError
@@ -60,6 +60,46 @@ def test_a_limit_is_named_after_the_output_so_far():
 def test_long_lines_are_cut_in_the_middle():
     [(text, _)] = shown("print('a' * 3000 + 'b' * 3000)")
     assert text == "a" * 1000 + "... (4,000 characters) ..." + "b" * 1000
+
+
+def in_sessions(*sessions, **limits):
+    """The texts of the calls of each session. The sessions take turns."""
+    run("pass")
+
+    async def work():
+        environment = PythonEnvironment(lambda answer, row: True, limits=Limits(**limits))
+        tools = [environment.episode({"prompt": "?"}, seed).tools for seed in range(len(sessions))]
+        texts = [[] for _ in sessions]
+        for codes in zip(*sessions, strict=True):
+            for tool, found, code in zip(tools, texts, codes, strict=True):
+                found.append((await tool.result(ToolCall("python", {"code": code})))[0])
+        return texts
+
+    return asyncio.run(work())
+
+
+def test_a_session_keeps_its_variables_and_random_numbers_but_shows_each_output_once():
+    first = [
+        "import random\nx = [1]\nprint('a')\nrandom.random()",
+        "x.append(2)\n1 / 0",
+        "x",
+        "random.random()",
+    ]
+    second = ["x = 5", "x", "x + 1", "print(x, 'b')"]
+    texts, others = in_sessions(first, second)
+    assert others == ["(no output)", "5", "6", "5 b"]
+    assert texts[0].startswith("a\n0.")
+    assert texts[1].splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert texts[2] == "[1, 2]"
+    assert texts[3] != texts[0].splitlines()[1]  # it continues the sequence
+
+
+def test_a_limit_ends_a_session_and_programs_that_change_are_named():
+    [texts] = in_sessions(["x = 5", "while True: pass", "x"], cpu_s=0.2)
+    assert texts[1] == "time limit of 0.2 s of processor time\n(the variables are lost)"
+    assert texts[2].splitlines()[-1] == "NameError: name 'x' is not defined"
+    [texts] = in_sessions(["import time\nprint(time.monotonic())", "2"])
+    assert texts[1] == "2\n(earlier programs ran again, and printed something else)"
 
 
 def test_a_failure_of_the_sandbox_loses_the_episode(monkeypatch):

@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import random
+import signal
 import socket
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +121,34 @@ def test_verdicts_do_not_depend_on_the_load():
         for process in busy:
             process.kill()
             process.wait()
+
+
+@pytest.mark.slow  # all problems once more
+@pytest.mark.parametrize("inside", [False, True])
+def test_verdicts_do_not_depend_on_servers_that_are_killed(inside):
+    """Each slot's bubblewrap, or the server inside of it, is killed once while programs run. The programs run again."""
+
+    async def job(sandbox):
+        graders = {}
+        tasks = [
+            asyncio.ensure_future(graders.setdefault(limits, CodeGrader(sandbox, limits))(each))
+            for _, _, each, limits in problems()
+        ]
+        while not sandbox.restarts:
+            await asyncio.sleep(0.3)
+            own = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+            for pid in own:
+                below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                for victim in below if inside else [pid]:
+                    os.kill(int(victim), signal.SIGKILL)
+            await asyncio.sleep(0.1)  # the deaths are noticed, so nothing is killed twice
+        verdicts = await asyncio.gather(*tasks)
+        assert sandbox.restarts >= 1
+        return verdicts
+
+    verdicts = with_sandbox(job)
+    for (name, expected, *_), verdict in zip(problems(), verdicts, strict=True):
+        assert verdict.reason.partition(":")[0] in expected, (name, verdict.reason)
 
 
 def test_reports_of_users():
@@ -256,6 +286,26 @@ def test_a_program_that_ends_its_judge_early_has_not_passed():
         [
             case(number, "crashed", fenced(source), tests)
             for number, source in enumerate(sources)
+            for tests in (ADD, ASSERTS)
+        ]
+    )
+
+
+def forging(message):
+    """A program that answers the first call itself, before it is asked."""
+    return fenced(f"import os\ndef add(a, b): return 0\nos.write(3, {message.encode()!r} + b'\\n')")
+
+
+def test_a_program_that_forges_replies_does_not_pass():
+    """A reply names an exception, which may not be any other function of Python, and a deep reply ends neither the grader nor the judge."""
+    code = "import __main__\nwhile True: __main__.ask({'why': ''})"
+    names = [json.dumps({"raise": [name, code]}) for name in ("exec", "SystemExit", "missing")]
+    deep = ['{"value": ' + "[" * depth + "]" * depth + ', "args": []}' for depth in (150, 940, 100_000)]
+    odd = ['{"value": 3}', "[]", '{"ended": ""}', '{"why": ""}', "{"]
+    check(
+        [
+            case(number, [verdict for verdict in VERDICTS if verdict != "passed"], forging(message), tests)
+            for number, message in enumerate([*names, *deep, *odd])
             for tests in (ADD, ASSERTS)
         ]
     )

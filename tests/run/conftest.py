@@ -264,7 +264,8 @@ def learnt(metrics):
         {
             name: None if isinstance(value, float) and math.isnan(value) else value
             for name, value in line.items()
-            if not name.startswith(("time/", "speed/", "memory/"))
+            # An equal program that is still running depends on the time.
+            if not name.startswith(("time/", "speed/", "memory/", "reward/code/cache_hits"))
         }
         for line in metrics
     ]
