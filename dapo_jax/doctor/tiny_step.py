@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import jax
 import numpy as np
@@ -110,16 +111,17 @@ class TinyStep(ExitStack, Observer):
 
     def shapes(self) -> Found:
         """Computes the log-probabilities of the step's tokens again, with several times as many rows in a microbatch. Only rounding may differ."""
-        updates = self._run.batches.minibatches(self._collected.groups, 1)
+        score, noise = partial(self._run.updater.logprobs, self._state), dict[int, float]()
+        updates = self._run.batches.minibatches(self._collected.groups, 1, score)
         single = [microbatch for update in updates for microbatch in update]
-        expected, noise = self._run.updater.logprobs(self._state, single), dict[int, float]()
+        expected = score(single)
         for count in (2, 4):
             joined = [
                 jax.tree.map(lambda *rows: np.concatenate(rows), *single[first : first + count])
                 for first in range(0, len(single) - count + 1, count)
             ]
             if joined:
-                found = self._run.updater.logprobs(self._state, joined)
+                found = score(joined)
                 mask = np.stack([microbatch.mask for microbatch in joined])
                 differences = np.abs(found - expected[: len(joined) * count].reshape(found.shape))
                 noise[count * single[0].tokens.shape[0]] = float(differences[mask].mean())
@@ -276,11 +278,12 @@ def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
     rows, slots = batch_shards(meshes.train.shape), batch_shards(meshes.sampler.shape)
     slots *= BLOCK_SLOTS if config.sampling.batch_invariant else 1
     limit = min(config.sampling.max_response_tokens, RESPONSE_TOKENS)
+    longest = config.data.max_prompt_tokens if config.teacher.is_self else max(len(p.tokens) for p in prompts)
     return replaced(
         config,
         {
             "environment": EnvironmentConfig(),  # none, because `TinyStep.grade` tests it separately
-            "data.max_prompt_tokens": max(len(prompt.tokens) for prompt in prompts),
+            "data.max_prompt_tokens": longest,
             "sampling.max_response_tokens": limit,
             "sampling.slots": -(-SLOTS // slots) * slots,
             "reward.overlong.enabled": False,

@@ -142,9 +142,8 @@ class StepBatches:
     ) -> None:  # fmt: skip
         """`teacher_prompt` returns the prompt of the policy as its own teacher (`teacher.prompt`)."""
         self._config, self._compute, self._teacher_prompt = config, advantages, teacher_prompt
-        rows, row_tokens = config.batch.rows_per_microbatch, training_pass.row_tokens
-        options = {"row_tokens": row_tokens, "pad_id": pad_id, **training_pass.packing}
-        self._pack = partial(pack, rows_per_microbatch=rows, **options)
+        options = {"row_tokens": training_pass.row_tokens, "pad_id": pad_id, **training_pass.packing}
+        self._pack = partial(pack, rows_per_microbatch=config.batch.rows_per_microbatch, **options)
         self.advantages: ResponseAdvantages = {}
         """The advantages of the last step."""
 

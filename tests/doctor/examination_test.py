@@ -266,6 +266,15 @@ def test_only_wrong_responses_are_a_warning(examined, graders, configure, tmp_pa
     assert (found.state, found.message.partition(",")[0], found.remedy) == ("ok", "0 of 8 are correct", "")
 
 
+# Slow: a whole examination. tests/run/teacher_setup_test.py has runs.
+@pytest.mark.slow
+def test_a_policy_that_teaches_itself_is_examined_with_the_longer_prompt(examined):
+    own = {"teacher__source": "self", "teacher__prompt": "{answer}:{prompt}"}
+    found = examined(dynamic_sampling__enabled=False, **own)
+    assert not failed(found)
+    assert found["shapes"].state == "ok"
+
+
 def test_a_full_disk(examined, monkeypatch):
     """The micro model needs only the minimum that a disk should have."""
     usage = namedtuple("usage", "total used free")
