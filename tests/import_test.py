@@ -44,6 +44,13 @@ def test_importing_the_public_names_stays_light(loaded_modules):
     assert not heavy, f"they loaded {sorted(heavy)[:5]}"
 
 
+def test_agents_are_imported_for_their_sources_alone():
+    load = "from dapo_jax.environments import load_environment; load_environment"
+    of_agents = {"aiohttp", "dapo_jax.environments.agents"}
+    assert not of_agents & modules_after(f"{load}('guess')")
+    assert of_agents <= modules_after(f"{load}('command:true')")
+
+
 def test_every_public_name_is_there():
     light = set(dapo_jax.__all__) - {"train"}
     assert all(callable(getattr(dapo_jax, name)) for name in light)

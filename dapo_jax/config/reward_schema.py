@@ -76,7 +76,9 @@ class EnvironmentConfig(Section, at="environment"):
     source: str = key("", aliases="environment_factory env_class")
     """The environment. `guess` is a number-guessing game. `module:name` or `path/to/file.py:name` is a class or function that is called without arguments and returns an environment.
     Environments from other libraries have the forms `trl:PLACE:Class` (`trl:PLACE:Class+function` with a reward function), `skyrl_gym:ID` or `skyrl_gym:PLACE:Class`, `openenv:URL`, and
-    `tinker:PLACE:Builder`. PLACE is a module or a file. An environment replaces the graders in `reward`. If empty, a response is a single turn, and graders supply the rewards."""
+    `tinker:PLACE:Builder`. PLACE is a module or a file. An environment replaces the graders in `reward`. If empty, a response is a single turn, and graders supply the rewards.
+    `agent:FILE.py:FUNCTION` and `command:PROGRAM ARGS` are agents: an async function or a program that sends the policy requests in OpenAI's chat format. If an agent gives no reward,
+    `reward.grader` grades the last answer, unless it has its default value."""
     max_turns: int = key(8, range=SIZE, aliases="max_turns_per_episode max_assistant_turns")
     """Maximum number of turns per episode. Longer episodes are truncated."""
     turn_tokens: int = key(0)
@@ -84,9 +86,25 @@ class EnvironmentConfig(Section, at="environment"):
     episode_tokens: int = key(0)
     """Maximum number of tokens per episode, including the environment's tokens. 0 means `sampling.max_response_tokens`. A larger limit requires an environment that starts new contexts, because
     each context has at most `data.max_prompt_tokens` + `sampling.max_response_tokens` tokens. The overlong penalty and filter use this limit."""
+    concurrency: int = key(64, range=SIZE)
+    """Maximum number of environments or agents that work at the same time. The others wait."""
+    variables: list[str] = key(default_factory=lambda: ["PATH", "HOME", "LANG"])
+    """Names of the environment variables that a `command:` agent inherits. Secrets that are not listed do not reach it."""
+    history: str = key("append", choices=["append", "template"])
+    """How a request of an agent continues an earlier one. append: its context has the exact tokens of the earlier turns, and the new messages. template: all of its messages are rendered by the chat template
+    in a new context, as by a server, so each turn becomes a training sequence."""
     credit: str = key("episode", choices=["episode", "turn"])
     """Credit assignment to turns. episode: all turns get the advantage of the episode's reward. turn: the advantage of a turn is (reward-to-go - mean) / std. The mean is over the group's episodes that reached
     this turn, and std is the standard deviation of the group's rewards. If an environment compares episodes (`group_rewards`), the reward from this comparison replaces the turn rewards, and is credited to the last turn."""
+
+    def check_together(self) -> None:
+        if self.history != "append" and not self.is_agent:
+            self.refuse("history", "append, unless the source is an agent", "leave it out")
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether the environment is an agent that owns its loop."""
+        return self.source.startswith(("agent:", "command:"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -415,7 +415,7 @@ class TrainConfig(RunConfig):
         if environment.source and self.parallel.sampler_hosts > 1:
             remedy = "processes that share a sampler run its programs together, but environments do not answer together: set parallel.sampler_hosts=1"
             self.refuse("environment.source", "a sampler for each process", remedy)
-        if environment.source and self.reward.grader != RewardConfig.grader:
+        if environment.source and self.reward.grader != RewardConfig.grader and not environment.is_agent:
             remedy = "the environment supplies the rewards: leave reward.grader out"
             self.refuse("environment.source", "no reward.grader", remedy)
         if self.dynamic_sampling.enabled:

@@ -80,6 +80,8 @@ def training_examples(
         for rollout, advantage in zip(group.rollouts, of_group, strict=True):
             response = rollout.response
             count, sampled = count + 1, response.sampled
+            for turn in rollout.verdict.forgotten:
+                sampled[slice(*response.turns[turn])] = False
             examples += [
                 Example(
                     prompt=context,

@@ -74,6 +74,8 @@ class Continuation(NamedTuple):
     tokens: Int[np.ndarray, " new"]
     new_context: bool = False
     """If True, the tokens are a new context, which replaces all earlier tokens. If False, they are appended."""
+    limit: int = 0
+    """Maximum number of tokens in the next turn. 0 means that only the limits of the run apply."""
 
 
 class ResponsePart(NamedTuple):
@@ -92,6 +94,8 @@ class DrawnTurn:
     record: Tokens
     """The sampled tokens, including the end token if there is one."""
     finish_reason: FinishReason
+    before: Continuation | None = None
+    """The tokens that the environment supplied before the turn. None if they are unknown."""
 
 
 @dataclass(kw_only=True)
@@ -104,11 +108,20 @@ class Standing:
     metrics: Mapping[str, float] = field(default_factory=dict)
     lost: Lost | Literal[""] = ""
     reason: str = ""
+    over: bool = False
+    """Whether the environment has ended the episode."""
+    ungraded: bool = False
+    """Whether the environment has left the reward to the grader."""
+    forgotten: tuple[int, ...] = ()
+    """The turns that stay out of the loss, by number."""
+    turn_limit: int = 0
+    """Maximum number of tokens in the current turn, see `Continuation.limit`."""
 
     @classmethod
     def of(cls, kept: Mapping[str, Any]) -> "Standing":
         """Restores a `Standing` from the dict that `dataclasses.asdict` returned, even if the dict was stored as JSON in between."""
         fields: dict[str, Any] = {**kept, "rewards": tuple(kept["rewards"])}
+        fields["forgotten"] = tuple(kept.get("forgotten", ()))
         return cls(**fields)
 
 
@@ -206,6 +219,8 @@ class Verdict:
     In an episode, `parts` contains the environment's metrics."""
     turn_rewards: tuple[float, ...] = ()
     """The reward of each turn of an episode. `score` is their sum. A reward from `group_rewards` replaces these rewards and is assigned to the last turn."""
+    forgotten: tuple[int, ...] = ()
+    """The turns of an episode that stay out of the loss, by number."""
 
     def __init__(
         self,
@@ -217,6 +232,7 @@ class Verdict:
         lost: Any = "",
         parts: Any = MappingProxyType({}),
         turn_rewards: Any = (),
+        forgotten: Any = (),
     ) -> None:
         given = locals()
         for name, (convert, need) in _VERDICT_FIELDS.items():
@@ -276,6 +292,7 @@ _VERDICT_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "parts": (_as_parts, "a mapping of names to numbers"),
     "turn_rewards": (lambda value: tuple(map(as_float, value)), "numbers"),
+    "forgotten": (lambda value: tuple(map(int, value)), "numbers of turns"),
 }
 """The conversion function of each verdict field, and a description of the expected type."""
 

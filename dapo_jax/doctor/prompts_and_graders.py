@@ -63,7 +63,10 @@ def grader(subject: Subject) -> Found:
             problem = episodes.check(subject.prompts(1)[0], limit=config.episode_tokens)
         if problem:
             return Found(f"an episode of {source} was lost: {problem}", "warning", "fix environment.source")
-        return Found(f"rewards come from the environment {source}; no grader is used")
+        count = config.rollout.in_flight or config.prompts_per_wave * config.batch.group_size
+        is_command = source.startswith("command:")
+        processes = f"; up to {count:,} agents have a process at the same time" if is_command else ""
+        return Found(f"rewards come from the environment {source}; no grader is used{processes}")
     is_code = str(config.reward.grader).partition(":")[0] == "code"
     asked = [_samples(subject, prompt, is_code=is_code) for prompt in subject.prompts(GRADED)]
     verdicts: list[list[Verdict]] = []

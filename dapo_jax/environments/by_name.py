@@ -12,7 +12,7 @@ from dapo_jax.environments.adapters.skyrl_gym import SkyRLEnvironment
 from dapo_jax.environments.adapters.tinker import TinkerEnvironment
 from dapo_jax.environments.adapters.trl import TrlEnvironment
 from dapo_jax.environments.protocol import Environment, Step, Turn
-from dapo_jax.hints import did_you_mean, nearest
+from dapo_jax.hints import did_you_mean, nearest, needing
 from dapo_jax.rewards.functions import load_function, loading
 
 
@@ -55,20 +55,29 @@ ADAPTERS: dict[str, Callable[[str], Any]] = {
 """Maps a prefix of `environment.source` to an environment class. The class is instantiated with the text after the first colon."""
 
 
-def load_environment(source: str) -> Environment:
-    """Creates the environment from its name, the value of `environment.source`. Raises ValueError if there is no such environment."""
+AGENTS = ("agent", "command")
+"""Prefixes of sources that are agents: programs that request answers from the policy, and own their loop. Their module is imported only for them."""
+
+
+def load_environment(source: str, **options: Any) -> Environment:
+    """Creates the environment from its name, the value of `environment.source`. `options` are arguments of `AgentEnvironment`. Raises ValueError if there is no
+    such environment."""
     if ":" not in source and source not in ENVIRONMENTS:
         raise ValueError(
-            f"no environment is named {source!r} ({did_you_mean(source, [*ENVIRONMENTS, *ADAPTERS])}). Other forms are module:name, path/to/file.py:name "
+            f"no environment is named {source!r} ({did_you_mean(source, [*ENVIRONMENTS, *ADAPTERS, *AGENTS])}). Other forms are module:name, path/to/file.py:name "
             "and LIBRARY:NAME"
         )
     kind, _, rest = source.partition(":")
     if kind in ADAPTERS:
         return ADAPTERS[kind](rest)
+    if kind in AGENTS:
+        with needing("http", "the server of agents needs aiohttp and msgspec"):
+            from dapo_jax.environments.agents.environment import AgentEnvironment
+        return AgentEnvironment(kind, rest, **options)
     try:
         make = ENVIRONMENTS.get(source) or load_function(source)
     except ValueError as error:
-        similar = nearest(kind, ADAPTERS, least=0.7)
+        similar = nearest(kind, [*ADAPTERS, *AGENTS], least=0.7)
         raise ValueError(f"{error}; did you mean {similar[0]}:...?" if similar else str(error)) from error
     environment = loading(source, "creating the environment", make, "; it is called without arguments")
     if not callable(getattr(environment, "episode", None)):

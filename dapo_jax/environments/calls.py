@@ -29,10 +29,15 @@ _STEP_FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("metrics", Mapping, "a mapping of names to numbers"),
     ("done", bool | np.bool_, "True or False"),
     ("correct", bool | np.bool_ | None, "True, False or None"),
+    ("forget", bool | np.bool_, "True or False"),
 )
 """Name and type of each field of a step, with a description of the type for error messages. `Rendering` checks the field `append`."""
 
 TOO_LATE = "no answer from the environment within {:g} s"
+NOT_REPEATED = (
+    "after an interruption, the environment's answer before turn {} differs from its first answer, so the turn belongs to another conversation: an environment "
+    "must repeat its answers to the same turns"
+)
 
 
 class LostError(Exception):
@@ -115,23 +120,25 @@ def checked_step(step: Any) -> Step:
     for name, kinds, need in _STEP_FIELDS:
         if not isinstance(value := getattr(step, name), kinds):
             raise LostError(f"a Step has {name}={value!r:.200}; it must be {need}")
-    metrics = {str(name): _number(value, f"the metric {name!r}:") for name, value in step.metrics.items()}
-    reward, correct = _number(step.reward, "a Step has the reward"), step.correct
-    correct = None if correct is None else bool(correct)
-    return Step(reward=reward, done=bool(step.done), correct=correct, metrics=metrics)
+    metrics = {str(name): number_of(value, f"the metric {name!r}:") for name, value in step.metrics.items()}
+    reward = None if step.reward is None else number_of(step.reward, "a Step has the reward")
+    correct = None if step.correct is None else bool(step.correct)
+    done, forget = bool(step.done), bool(step.forget)
+    return Step(reward=reward, done=done, correct=correct, metrics=metrics, forget=forget)
 
 
 def checked_scores(result: Any, *, count: int) -> list[float]:
     """Returns the result of `group_rewards` as a list. Raises LostError if it does not consist of `count` valid rewards."""
     if not isinstance(result, Sequence | np.ndarray):
         raise LostError(f"group_rewards returned {result!r:.200}; it must return a reward for each episode")
-    scores = [_number(score, "group_rewards returned") for score in result]
+    scores = [number_of(score, "group_rewards returned") for score in result]
     if len(scores) != count:
         raise LostError(f"group_rewards returned {len(scores)} rewards for {count} episodes")
     return scores
 
 
-def _number(value: Any, source: str) -> float:
+def number_of(value: Any, source: str) -> float:
+    """Returns a number as a float. Raises LostError if it is not finite or too large. `source` begins the message."""
     try:
         number = as_float(value)
     except ValueError:

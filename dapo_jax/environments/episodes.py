@@ -4,6 +4,7 @@ The loop runs in a thread, in parallel with sampling. If an episode hangs, raise
 """
 
 import asyncio
+import math
 import sys
 import threading
 import traceback
@@ -21,6 +22,7 @@ from jaxtyping import Int
 from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Prompt, Standing, Verdict
 from dapo_jax.environments.calls import (
+    NOT_REPEATED,
     LostError,
     begun,
     called,
@@ -31,10 +33,10 @@ from dapo_jax.environments.calls import (
     lost_by,
     place_of,
 )
-from dapo_jax.environments.protocol import Context, Environment, Turn
+from dapo_jax.environments.protocol import Context, Environment, Step, Turn
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.rewards.async_calls import ENDING_S, EventLoop
-from dapo_jax.rewards.functions import RewardError
+from dapo_jax.rewards.functions import RewardError, Submit
 from dapo_jax.rewards.sample import Sample, copied, read_only
 
 _Value = TypeVar("_Value")
@@ -53,6 +55,11 @@ _NO_ROOM = (
     "environment.episode_tokens), and a Context has at most data.max_prompt_tokens + sampling.max_response_tokens; begin with fewer tokens, or raise these"
 )
 
+_NO_REWARD = (
+    "no reward: the episode ended, and neither its environment nor a grader gave a reward: return it, post it to /v1/reward, or set reward.grader to a grader "
+    "other than the default"
+)
+
 
 @dataclass
 class _Open:
@@ -64,8 +71,12 @@ class _Open:
     """The environment's episode object, or None if the episode has not begun in this process."""
     unheard: list[Turn] = field(default_factory=list)
     """Turns from an earlier process that must be replayed to the episode before its next turn."""
+    turns: list[tuple[Continuation | None, Int[np.ndarray, " turn"]]] = field(default_factory=list)
+    """The tokens before each turn, and the tokens of the turn."""
     score: float | None = None
     """The episode's reward from `group_rewards`, if the environment has this method."""
+    verdict: Verdict | None = None
+    """The grader's verdict on the last turn, if the environment left the reward to the grader."""
     every: bool = False
     """Whether the episode was lost for a reason that loses every episode."""
     begins: str = ""
@@ -74,6 +85,25 @@ class _Open:
     def lose(self, error: LostError) -> None:
         """Ends the episode without a reward."""
         self.standing.lost, self.standing.reason, self.every = error.lost, str(error), error.every
+
+    def take(self, step: Step) -> None:
+        """Adds the results of the last turn. The reward is 0 while the grader decides about it."""
+        standing, last = self.standing, len(self.standing.rewards) - 1
+        standing.rewards = (*standing.rewards[:-1], standing.rewards[-1] + (step.reward or 0.0))
+        standing.metrics = {**standing.metrics, **step.metrics}
+        standing.correct = standing.correct if step.correct is None else step.correct
+        standing.over, standing.ungraded = step.done, step.reward is None
+        if step.forget:
+            standing.forgotten = (*standing.forgotten, last)
+
+    def context(self, number: int) -> Int[np.ndarray, " context"]:
+        """Returns the tokens of the context at the end of a turn."""
+        parts = list[np.ndarray]()
+        for before, turn in reversed(self.turns[: number + 1]):
+            parts = [*([] if before is None else [before.tokens]), turn, *parts]
+            if before is not None and before.new_context:
+                return np.concatenate(parts)
+        return np.concatenate([self.prompt.tokens, *parts])
 
 
 class Episodes(AbstractContextManager["Episodes"]):
@@ -92,6 +122,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         timeout_s: float = 30.0,
         calls: int = 64,
         name: str = "of this run",
+        grade: Submit | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the thread.
@@ -105,11 +136,13 @@ class Episodes(AbstractContextManager["Episodes"]):
             timeout_s: time limit of one call in seconds, not including the wait for other calls to finish.
             calls: maximum number of concurrent calls; further calls wait.
             name: the environment's name in error messages.
+            grade: grades the last turn of episodes whose environment leaves the reward to the grader. Without it, these episodes are lost.
             on_close: called after the thread has ended.
         """
-        self._environment, self._rendering, self._text_of, self._seed = environment, rendering, text_of, seed
+        self._environment: Any = environment
+        self._rendering, self._text_of, self._seed = rendering, text_of, seed
         self.max_turns, self.turn_tokens, self.episode_tokens = max_turns, turn_tokens, episode_tokens
-        self._name, self._on_close = name, on_close
+        self._name, self._grade, self._on_close = name, grade, on_close
         self._called = partial(called, timeout_s=timeout_s)
         self._judged, self._prompts_judged, self._all_lost = 0, 0, True
         self._open: dict[tuple[int, int], _Open] = {}
@@ -126,7 +159,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         opened = self._open[prompt.ordinal, index] = _Open(prompt)
 
         async def begin() -> Continuation:
-            before = self._continuation(await self._begun(opened), after=None)
+            before = self._continuation(opened, await self._begun(opened), 0)
             opened.begins = f" with {len(before.tokens)} tokens"
             return before
 
@@ -146,7 +179,7 @@ class Episodes(AbstractContextManager["Episodes"]):
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
         """Reopens an episode that an earlier process started. `turns` are the answered turns, which are replayed before the next turn."""
         opened = self._open[prompt.ordinal, index] = _Open(prompt, replace(standing))
-        opened.unheard = [self._turn(turn, number) for number, turn in enumerate(turns)]
+        opened.unheard = [self._turn(opened, turn) for turn in turns]
 
     def standing(self, prompt: Prompt, index: int) -> Standing:
         """Returns a copy of an episode's rewards, metrics and correctness so far."""
@@ -167,18 +200,15 @@ class Episodes(AbstractContextManager["Episodes"]):
         """Sends a turn to the episode. The returned future resolves to the tokens to insert before the next turn, or to None if the episode has ended."""
         opened = self._open[prompt.ordinal, index]
         standing = opened.standing
-        policy_turn = self._turn(turn, len(standing.rewards))
+        policy_turn = self._turn(opened, turn)
         standing.rewards = (*standing.rewards, 0.0)
 
         async def answer() -> Continuation | None:
             await self._catch_up(opened)
             answered = await self._called(opened.episode.step, policy_turn)
-            step = checked_step(answered)
-            standing.rewards = (*standing.rewards[:-1], step.reward)
-            standing.metrics = {**standing.metrics, **step.metrics}
-            standing.correct = standing.correct if step.correct is None else step.correct
-            follows = answered.append if answered.context is None else answered.context
-            return None if step.done else self._continuation(follows, after=turn.record.ids)
+            step, follows = checked_step(answered), _follows(answered)
+            opened.take(step)
+            return None if step.done else self._continuation(opened, follows, policy_turn.number + 1)
 
         return self._submit(opened, answer)
 
@@ -193,18 +223,28 @@ class Episodes(AbstractContextManager["Episodes"]):
             if not state.standing.lost and not state.standing.rewards:
                 state.lose(LostError(_NO_ROOM.format(begins=state.begins)))
         group_rewards = getattr(self._environment, "group_rewards", None)
-        if group_rewards is None:
+        finish = getattr(self._environment, "finish", None)
+        cut = [state for state in opened if finish is not None and not state.standing.over]
+        ungraded = any(state.standing.ungraded for state in opened)
+        if group_rewards is None and not cut and not ungraded:
             self._judge(opened, verdicts)
             self._soon(self._closed(opened))
             return verdicts
 
         async def compare() -> None:
-            await self._compare(group_rewards, opened)
+            await asyncio.gather(*(self._guarded(state, partial(self._finish, state)) for state in cut))
+            await self._graded(opened, samples)
+            if group_rewards is not None:
+                await self._compare(group_rewards, opened)
             self._judge(opened, verdicts)
             await self._closed(opened)
 
-        def settle(_: Future[None]) -> None:
-            if not verdicts.done():  # environment code cancelled the task
+        def settle(ended: Future[None]) -> None:
+            if verdicts.done():
+                return
+            if not ended.cancelled() and isinstance(error := ended.exception(), RewardError):
+                verdicts.set_exception(error)
+            else:  # environment code cancelled the task
                 reason = "the task that compares the rewards of a group was cancelled"
                 verdicts.set_result([Verdict(correct=False, lost="raised", reason=reason)] * len(opened))
 
@@ -228,7 +268,27 @@ class Episodes(AbstractContextManager["Episodes"]):
                 )
             )
         else:
-            verdicts.set_result([_verdict(state.standing, state.score) for state in opened])
+            verdicts.set_result([_verdict(state) for state in opened])
+
+    async def _finish(self, opened: _Open) -> None:
+        """Ends an episode that was cut off, and adds the reward that its environment returns."""
+        await self._catch_up(opened)
+        reason = "max_turns" if len(opened.turns) >= self.max_turns else "context_length_exceeded"
+        opened.take(checked_step(await self._called(self._environment.finish, opened.episode, reason)))
+
+    async def _graded(self, opened: Sequence[_Open], samples: Sequence[Sample]) -> None:
+        """Grades the last turns of the episodes whose environment left the reward to the grader. Raises RewardError if the grader fails."""
+        answers = dict[int, Sample]()
+        for at, state in enumerate(opened):
+            if state.standing.ungraded and not state.standing.lost and self._grade is None:
+                state.lose(LostError(_NO_REWARD))
+            elif state.standing.ungraded and not state.standing.lost:
+                tokens = state.turns[-1][1]
+                answers[at] = replace(samples[at], response=self._text_of(tokens), tokens=tokens)
+        if answers and self._grade is not None:
+            verdicts = await asyncio.wrap_future(self._grade([*answers.values()]))
+            for at, verdict in zip(answers, verdicts, strict=True):
+                opened[at].verdict = verdict
 
     async def _compare(self, group_rewards: Callable[..., Any], opened: Sequence[_Open]) -> None:
         """Sets the rewards from `group_rewards` for the episodes that are not lost. If the call fails, these episodes are all lost."""
@@ -251,8 +311,11 @@ class Episodes(AbstractContextManager["Episodes"]):
         self._loop.close(ENDING_S / 2)
         self._on_close()
 
-    def _turn(self, turn: DrawnTurn, number: int) -> Turn:
+    def _turn(self, opened: _Open, turn: DrawnTurn) -> Turn:
+        """Adds a turn to an episode, and returns it in the form that its environment receives."""
         tokens, tokenizer = turn.record.ids, self._rendering.tokenizer
+        opened.turns.append((turn.before, tokens))
+        number = len(opened.turns) - 1
         text, marked = self._text_of(tokens), getattr(tokenizer, "marked_text", tokenizer.decode)(tokens)
         marked = self._rendering.opening + marked.removesuffix(tokenizer.decode(tokens)[len(text) :])
         return Turn(
@@ -262,6 +325,7 @@ class Episodes(AbstractContextManager["Episodes"]):
             marked_text=marked,  # without a stop string
             finish_reason=turn.finish_reason,
             number=number,
+            context_tokens=len(opened.context(number)) - len(tokens),
         )
 
     async def _begun(self, opened: _Open) -> object:
@@ -273,13 +337,25 @@ class Episodes(AbstractContextManager["Episodes"]):
         return await begun(opened.episode, self._called)
 
     async def _catch_up(self, opened: _Open) -> None:
-        """If an earlier process started the episode, starts it again in this process and replays its turns."""
+        """If an earlier process started the episode, starts it again in this process and replays its turns. Raises LostError if an answer is not repeated."""
         if opened.episode is None:
-            await self._begun(opened)
+            self._check_repeats(opened, await self._begun(opened), 0)
         assert opened.episode is not None
         while opened.unheard:
-            await self._called(opened.episode.step, opened.unheard[0])
+            turn = opened.unheard[0]
+            answered = await self._called(opened.episode.step, turn)
+            checked_step(answered)
+            self._check_repeats(opened, _follows(answered), turn.number + 1)
             del opened.unheard[0]
+
+    def _check_repeats(self, opened: _Open, follows: Any, number: int) -> None:
+        """Raises LostError if a replayed answer does not give the tokens before turn `number`, which was sampled after the original answer."""
+        before = opened.turns[number][0] if number < len(opened.turns) else None
+        if before is None:
+            return
+        again = self._continuation(opened, follows, number)
+        if again.new_context != before.new_context or not np.array_equal(again.tokens, before.tokens):
+            raise LostError(NOT_REPEATED.format(number))
 
     async def _closed(self, opened: Sequence[_Open]) -> None:
         """Calls the `close` method of each episode that has one. Errors are ignored."""
@@ -290,11 +366,25 @@ class Episodes(AbstractContextManager["Episodes"]):
 
         await asyncio.gather(*map(close, opened))
 
-    def _continuation(self, follows: Any, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
-        """Renders an appended value or a new context as tokens. Raises LostError if it cannot be rendered."""
-        if isinstance(follows, Context):
-            return Continuation(self._rendering.context_ids(follows), new_context=True)
-        return Continuation(self._rendering.ids(follows, after=after))
+    def _continuation(self, opened: _Open, follows: Any, number: int) -> Continuation:
+        """Renders an appended value or a new context before turn `number` as tokens. Raises LostError if it cannot be rendered."""
+        turns, last = opened.turns[:number], number - 1
+        if not isinstance(follows, Context):
+            return Continuation(self._rendering.ids(follows, after=turns[-1][1] if turns else None))
+        after, limit = follows.after, follows.max_tokens
+        for name, value, least, most in (("after", after, -1, last), ("max_tokens", limit, 0, math.inf)):
+            if value is not None and not (type(value) is int and least <= value <= most):
+                raise LostError(
+                    f"a Context has {name}={value!r:.80}; it must be an integer from {least} to {most}"
+                )
+        if after is None or after < 0:
+            ids = self._rendering.context_ids(follows)
+            is_prompt = after is not None and not turns and np.array_equal(ids, opened.prompt.tokens)
+            return Continuation(ids[:0] if is_prompt else ids, new_context=not is_prompt, limit=limit)
+        ids = self._rendering.ids(follows.contents, after=turns[after][1])
+        if after == last:
+            return Continuation(ids, limit=limit)
+        return Continuation(np.concatenate([opened.context(after), ids]), new_context=True, limit=limit)
 
     def _watch(self) -> None:
         """Prints a warning each time an environment blocks the event loop."""
@@ -345,10 +435,18 @@ class Episodes(AbstractContextManager["Episodes"]):
         return answered
 
 
-def _verdict(standing: Standing, score: float | None) -> Verdict:
+def _follows(step: Step) -> Any:
+    return step.append if step.context is None else step.context
+
+
+def _verdict(opened: _Open) -> Verdict:
+    standing, score = opened.standing, opened.score
     if standing.lost:
         return Verdict(correct=False, lost=standing.lost, reason=standing.reason, parts=standing.metrics)
+    if (graded := opened.verdict) is not None:
+        return replace(graded, parts={**standing.metrics, **graded.parts}, forgotten=standing.forgotten)
     # A reward from `group_rewards` replaces the rewards of the turns, and is assigned to the last turn.
     rewards = standing.rewards if score is None else (*[0.0] * len(standing.rewards[1:]), score)
     correct = sum(rewards) > 0 if standing.correct is None else standing.correct
-    return Verdict(correct=correct, score=sum(rewards), parts=standing.metrics, turn_rewards=rewards)
+    of_turns = {"turn_rewards": rewards, "forgotten": standing.forgotten}
+    return Verdict(correct=correct, score=sum(rewards), parts=standing.metrics, **of_turns)

@@ -25,9 +25,9 @@ from dapo_jax.workers.inside import Answer, Serve
 
 def load(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
     """Loads the environment in the worker. See `dapo_jax.workers.inside` for the interface."""
-    environment = load_environment(setup["source"])
-    compares = getattr(environment, "group_rewards", None) is not None
-    return {"compares": compares}, _Serving(environment, setup["timeout_s"]).serve
+    environment = load_environment(setup["source"], **setup["options"])
+    methods = [name for name in ("group_rewards", "finish") if getattr(environment, name, None) is not None]
+    return {"methods": methods}, _Serving(environment, setup["timeout_s"]).serve
 
 
 class _Serving:
@@ -74,6 +74,8 @@ class _Serving:
                 return appended_as_json(await begun(episode, self._called))
             case "step":
                 return step_as_json(await self._called(episode.step, turn_of(call["turn"])))
+            case "finish":
+                return step_as_json(await self._called(self._environment.finish, episode, call["reason"]))
             case "close":
                 self._episodes.pop(call["episode"], None)
                 await ended(episode, self._called)

@@ -38,6 +38,8 @@ class Turn:
     marked_text: str = ""
     """The text with the special tokens inside it, because some models mark tool calls with them. Without special tokens at the end, and after the `<think>`
     with which the chat template began the answer, if any."""
+    context_tokens: int = 0
+    """Number of tokens in the context in which the turn was sampled."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,19 @@ class Context:
     """A text, messages or token ids. Messages are rendered with a generation prompt for the assistant's next answer."""
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools, which are passed to the chat template."""
+    after: int | None = None
+    """Number of an earlier turn. The context then consists of the exact tokens of that turn's context, the turn, and `contents`. After the last turn, this is the
+    same as `Step.append`. With -1, a context whose tokens equal the row's prompt is that prompt, so the group's episodes share it."""
+    max_tokens: int = 0
+    """Maximum number of tokens in the next turn, if it is lower than the limits of the run. 0 means that only these apply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """An episode's answer to a turn."""
 
-    reward: float = 0.0
-    """Reward of the turn. The episode's reward is the sum over its turns."""
+    reward: float | None = 0.0
+    """Reward of the turn. The episode's reward is the sum over its turns. With None, the run's grader grades the text of the last turn (agents only)."""
     done: bool = False
     """Whether the episode is over."""
     append: Appended = ""
@@ -69,6 +76,8 @@ class Step:
     """Whether the episode is correct so far. None keeps the previous value. If every step returns None, a reward above 0 counts as correct."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are logged as `reward/parts/NAME`. A later turn's number replaces an earlier number with the same name."""
+    forget: bool = False
+    """Whether the turn stays out of the loss, for example because no client received it."""
 
 
 @runtime_checkable
@@ -91,4 +100,7 @@ class Environment(Protocol):
 
         An episode may also have a method `async start() -> Appended | Context`. It returns a value to append to the prompt, or a context
         that replaces the prompt. The episode's `close()` method, if there is one, is called after the reward is set, even if the episode was lost.
+
+        The environment may have two more methods. `group_rewards(episodes)` returns the rewards of all episodes of a prompt. `finish(episode, reason)` is called if
+        an episode is cut off: it has had all its turns (`max_turns`), or its context is full (`context_length_exceeded`). It returns a last Step, whose reward is added.
         """

@@ -7,7 +7,7 @@ have no `<tool_call>` token.
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -64,9 +64,8 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolC
     [ToolCall(name='add', arguments={'a': 1})]
     """
     answer, at = without_thoughts(text).strip(), 0
-    known = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
-    of_known = rf"\A(?=(?:{'|'.join(map(re.escape, known)) or '(?!)'})\s*\n\s*\{{)"
-    marks, calls = re.compile(f"{_MARKED}|{_UNMARKED}|{of_known}"), list[ToolCall | BrokenCall]()
+    known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    marks, calls = _marks(known), list[ToolCall | BrokenCall]()
     while len(calls) <= MOST_CALLS and (mark := marks.search(answer, at)):
         at, ends = max(mark.end(), 1), _ENDS.get(mark[0], "")
         try:
@@ -80,6 +79,19 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolC
     if len(calls) <= MOST_CALLS:
         return calls
     return [*calls[:MOST_CALLS], BrokenCall(f"a turn may call at most {MOST_CALLS} times")]
+
+
+def text_before_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Returns the text of a turn before its first call, without thoughts. For the arguments, see `tool_calls`."""
+    answer = without_thoughts(text).strip()
+    mark = _marks([tool["function"]["name"] for tool in tools]).search(answer)
+    return answer[: mark.start()].rstrip() if mark else answer
+
+
+def _marks(known: Iterable[str]) -> re.Pattern[str]:
+    """Returns the pattern of all marks before calls. `known` has the names of the tools."""
+    of_known = rf"\A(?=(?:{'|'.join(map(re.escape, known)) or '(?!)'})\s*\n\s*\{{)"
+    return re.compile(f"{_MARKED}|{_UNMARKED}|{of_known}")
 
 
 def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list[ToolCall], int]:

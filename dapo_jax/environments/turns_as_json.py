@@ -15,7 +15,8 @@ from dapo_jax.rewards.sample import plain, read_only
 MOST_BYTES = 1 << 24
 """Maximum size of a worker's answer in bytes. Even the longest text that can be appended fits if all of its characters are escaped."""
 
-_FIELDS = ("reward", "done", "correct", "metrics")
+FIELDS = ("reward", "done", "correct", "metrics", "forget")
+"""The fields of a step that do not decide what follows the turn."""
 
 
 def turn_as_json(turn: Turn) -> dict[str, Any]:
@@ -34,21 +35,27 @@ def step_as_json(step: Any) -> dict[str, Any]:
     """Returns a step as a JSON-serializable dict, without the appended value if the episode is over. Raises LostError if it is invalid."""
     checked = checked_step(step)
     follows = {} if checked.done else appended_as_json(step.append if step.context is None else step.context)
-    return {**{name: getattr(checked, name) for name in _FIELDS}, **follows}
+    return {**{name: getattr(checked, name) for name in FIELDS}, **follows}
 
 
 def step_of(fields: Mapping[str, Any]) -> Step:
     """Converts a dict from `step_as_json` back to a step."""
     follows = appended_of(fields)
     name = "context" if isinstance(follows, Context) else "append"
-    return Step(**{name: fields[name] for name in _FIELDS}, **{name: follows})
+    return Step(**{name: fields[name] for name in FIELDS}, **{name: follows})
 
 
 def appended_as_json(value: Any) -> dict[str, Any]:
     """Returns the value that an episode appends as a JSON-serializable dict. Raises LostError if JSON cannot represent the value."""
     try:
         if isinstance(value, Context):
-            return {"contents": plain(value.contents), "tools": plain(value.tools)}
+            contents, tools = plain(value.contents), plain(value.tools)
+            return {
+                "contents": contents,
+                "tools": tools,
+                "after": value.after,
+                "max_tokens": value.max_tokens,
+            }
         return {"append": plain(value)}
     except TypeError as error:
         reason = f"{error} cannot be appended: environment workers answer in JSON, which cannot represent it"
@@ -59,5 +66,6 @@ def appended_as_json(value: Any) -> dict[str, Any]:
 
 def appended_of(fields: Mapping[str, Any]) -> Any:
     """Converts a dict from `appended_as_json` back to a Context or another value to append."""
-    is_context = "contents" in fields
-    return Context(fields["contents"], fields["tools"]) if is_context else fields.get("append", "")
+    if "contents" not in fields:
+        return fields.get("append", "")
+    return Context(fields["contents"], fields["tools"], fields["after"], fields["max_tokens"])

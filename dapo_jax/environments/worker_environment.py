@@ -8,13 +8,14 @@ at a time. A call that also kills the next worker is lost.
 
 import asyncio
 import itertools
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from dapo_jax.environments.calls import TOO_LATE, LostError
+from dapo_jax.environments.calls import NOT_REPEATED, TOO_LATE, LostError
 from dapo_jax.environments.protocol import Step, Turn
-from dapo_jax.environments.turns_as_json import appended_of, step_of, turn_as_json
+from dapo_jax.environments.turns_as_json import FIELDS, appended_of, step_of, turn_as_json
 from dapo_jax.rewards.sample import plain_row
 from dapo_jax.workers import EndedError, Worker
 
@@ -25,23 +26,27 @@ BLOCKED_S = 2.0
 class WorkerEnvironment:
     """An environment whose episodes run in worker processes. Each worker starts when it is first needed."""
 
-    def __init__(self, source: str, *, workers: int, timeout_s: float, memory_mb: int) -> None:
+    def __init__(
+        self, source: str, *, workers: int, timeout_s: float, memory_mb: int, **options: Any
+    ) -> None:
         """Checks in a temporary worker that the environment can be loaded, and raises ValueError if not.
 
-        A call lasts at most `timeout_s` seconds. Each of the `workers` processes may allocate `memory_mb` megabytes after loading.
+        A call lasts at most `timeout_s` seconds. Each of the `workers` processes may allocate `memory_mb` megabytes after loading. `options` are arguments of
+        `load_environment`.
         """
-        setup, load = {"source": source, "timeout_s": timeout_s}, "dapo_jax.environments.inside_worker:load"
+        setup = {"source": source, "timeout_s": timeout_s, "options": options}
+        load = "dapo_jax.environments.inside_worker:load"
         start = partial(Worker, load, setup, memory_mb=memory_mb)
         first = start()
         try:
-            compares = first.ready.result()["compares"]
+            methods = first.ready.result()["methods"]
         except EndedError as error:
             raise ValueError(f"{source}: {error}") from error
         finally:
             first.end(EndedError("died", "it was only a check"))
             first.join()
-        if compares:
-            self.group_rewards = self._group_rewards
+        for name in methods:
+            setattr(self, name, getattr(self, f"_{name}"))
         self.workers = workers
         self._seats = [_Seat(start, timeout_s) for _ in range(workers)]
         seats = itertools.cycle(self._seats)
@@ -65,6 +70,10 @@ class WorkerEnvironment:
 
         return await episodes[0].seat.answer(compare) if episodes else []
 
+    async def _finish(self, episode: "WorkerEpisode", reason: str) -> Step:
+        """Ends an episode that was cut off, and returns its last step."""
+        return await episode.finish(reason)
+
     def close(self) -> None:
         """Ends all worker processes."""
         for seat in self._seats:
@@ -80,6 +89,8 @@ class WorkerEpisode:
         self._worker: Worker | None = None
         self._answered = 0
         """Number of this episode's calls that `_worker` has answered."""
+        self._known: list[int] = []
+        """A hash of the appended value or new context in the first answer to each call."""
 
     async def start(self) -> Any:
         """Returns the text, messages or context to insert before the first turn."""
@@ -89,6 +100,11 @@ class WorkerEpisode:
     async def step(self, turn: Turn) -> Step:
         """Returns the answer to a turn."""
         self._calls.append(turn)
+        return step_of(await self.seat.answer(self.replay))
+
+    async def finish(self, reason: str) -> Step:
+        """Returns the last step of an episode that was cut off."""
+        self._calls.append({"do": "finish", "reason": reason})
         return step_of(await self.seat.answer(self.replay))
 
     async def close(self) -> None:
@@ -110,6 +126,12 @@ class WorkerEpisode:
             call = self._calls[self._answered]
             call = {"do": "step", "turn": turn_as_json(call)} if isinstance(call, Turn) else call
             answer = await self.seat.ask(worker, {**call, "episode": self.number})
+            follows = {name: value for name, value in (answer or {}).items() if name not in FIELDS}
+            digest = hash(json.dumps(follows))
+            if self._answered == len(self._known):
+                self._known.append(digest)
+            elif self._known[self._answered] != digest:
+                raise LostError(NOT_REPEATED.format(self._answered - 1))
             self._answered += 1
         return answer
 

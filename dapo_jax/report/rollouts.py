@@ -143,7 +143,8 @@ class Rollouts:
         """Adds the numbers of a response to the index, and returns its entry for a chunk.
 
         In the entry, `lengths` contains the UTF-16 length of each token's text, and `ages` a (first token, age in steps) pair per span. An
-        episode also has `turns` as (first token, end, reward), `contexts`, and `size`, the number of tokens including environment tokens.
+        episode also has `turns` as (first token, end, reward), `contexts`, `forgotten`, and `size`, the number of tokens including
+        environment tokens.
         """
         turns, in_loss, advantage, ratios = row.get("turns"), row["in_loss"], row["advantage"], row["ratios"]
         states = "" if self._loss is None or ratios is None else clip_states(ratios, advantage, self._loss)
@@ -177,8 +178,7 @@ class Rollouts:
             rewards = row["turn_rewards"] or [None] * len(turns)
             by_token["turns"] = [[*turn, reward] for turn, reward in zip(turns, rewards, strict=True)]
             by_token["size"] = len(row["response_token_ids"])
-            if row.get("contexts"):
-                by_token["contexts"] = row["contexts"]
+            by_token |= {name: row[name] for name in ("contexts", "forgotten") if row.get(name)}
             # The environment's tokens have no log-probabilities.
             sampled = {at for turn in turns for at in range(*turn)}
             by_token["nats"] = [nats if at in sampled else None for at, nats in enumerate(by_token["nats"])]

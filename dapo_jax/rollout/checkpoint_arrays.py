@@ -215,7 +215,7 @@ def _rollout(record: Sequence[Any], take: Callable[[int], Mapping[str, Any]]) ->
     return Rollout(
         response=Response(**_response_fields(of_response, take)),
         text=text,
-        verdict=Verdict(**dict(zip(_VERDICT, verdict, strict=True))),
+        verdict=Verdict(**dict(zip(_VERDICT, verdict, strict=False))),
         reward=reward,
         overlong_penalty=penalty,
     )

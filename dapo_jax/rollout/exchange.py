@@ -239,9 +239,9 @@ class Exchange:
 
 def _as_json(answer: Answered) -> list[Any]:
     before, standing = answer
-    return [None if before is None else [before.tokens.tolist(), before.new_context], asdict(standing)]
+    return [None if before is None else [before.tokens.tolist(), *before[1:]], asdict(standing)]
 
 
 def _answered(before: list[Any] | None, standing: dict[str, Any]) -> Answered:
-    continuation = None if before is None else Continuation(np.array(before[0], np.int32), before[1])
+    continuation = None if before is None else Continuation(np.array(before[0], np.int32), *before[1:])
     return continuation, Standing.of(standing)

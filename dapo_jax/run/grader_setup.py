@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dapo_jax.config import (
     ConfigError,
@@ -216,6 +216,10 @@ def environment_of(
         raise ConfigError(
             f"environment.source={source!r} supplies the rewards, but a reward function was given as well; remove one of them"
         )
+    options = dict[str, Any]()
+    if (section := config.environment).is_agent:
+        options = {name: getattr(section, name) for name in ("variables", "history")}
+        options["stop"] = config.sampling.stop
     with prefixed("environment.source"):
         if workers.count:
             return WorkerEnvironment(
@@ -223,8 +227,9 @@ def environment_of(
                 workers=workers.count,
                 timeout_s=workers.timeout_s,
                 memory_mb=WORKER_MEMORY_MB,
+                **options,
             )
-        return load_environment(source)
+        return load_environment(source, **options)
 
 
 def episodes_of(
@@ -236,6 +241,17 @@ def episodes_of(
     limits, data = config.environment, config.data
     in_workers = isinstance(environment, WorkerEnvironment)
     text = StopStrings(tokenizer, config.sampling.stop) if config.sampling.stop else tokenizer
+    grade: Submit | None = None
+    closing = [environment.close if in_workers else None]
+    if limits.is_agent and config.reward.grader != RewardConfig.grader:
+        workers = config.workers.of_graders
+        grade, close_graders = submit_of(config.reward, workers=workers, sandbox=config.sandbox)
+        closing.append(close_graders)
+
+    def close() -> None:
+        for end in filter(None, closing):
+            end()
+
     return Episodes(
         environment,
         Rendering(
@@ -251,6 +267,8 @@ def episodes_of(
         timeout_s=math.inf
         if in_workers
         else config.workers.of_environment.timeout_s,  # workers enforce the limit themselves
+        calls=limits.concurrency,
         name=limits.source,
-        on_close=environment.close if in_workers else lambda: None,
+        grade=grade,
+        on_close=close,
     )

@@ -66,8 +66,8 @@ class EpisodeLimits:
 
     def turn_end(self, request: "Request") -> int:
         """Returns the number of episode tokens at which the current turn must end."""
-        most = request.begun + (self.turn_tokens or self.episode_tokens)
-        return min(self.episode_tokens, most, self.capacity - request.ahead)
+        most = min(filter(None, (self.turn_tokens, request.standing.turn_limit)), default=self.episode_tokens)
+        return min(self.episode_tokens, request.begun + most, self.capacity - request.ahead)
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Request:
     due: int | None = None
     """For an episode in flight, the round after which the environment's answer is applied. None while a turn is being sampled, or once the episode is over."""
     standing: Standing = field(default_factory=Standing)
-    """The environment's rewards and metrics so far, for an episode in flight."""
+    """The environment's rewards and metrics so far, for an episode in flight, and its limit of the current turn."""
     finish_reason: FinishReason | None = None
     """None until the response, or the whole episode, has ended."""
     record: Tokens = field(default_factory=Tokens)
@@ -186,10 +186,13 @@ class Request:
     @property
     def drawn_turns(self) -> list[DrawnTurn]:
         """The turns of an episode that have ended, in the form that its environment receives."""
-        return [
-            DrawnTurn(record=self.record.cut(first, stop).sampled.copy(), finish_reason=reason)
-            for (first, stop), reason in zip(self.turns, self.reasons, strict=True)
-        ]
+        turns, end = list[DrawnTurn](), 0
+        for (first, stop), reason in zip(self.turns, self.reasons, strict=True):
+            before = Continuation(self.record.ids[end:first].copy(), (end, first) in self.contexts)
+            record = self.record.cut(first, stop).sampled.copy()
+            turns.append(DrawnTurn(record=record, finish_reason=reason, before=before))
+            end = stop
+        return turns
 
     def take_answer(self, before: Continuation | None, limits: EpisodeLimits) -> None:
         """Applies an environment's answer: the next turn begins after the tokens `before`, or the episode ends and gets a `finish_reason`."""
@@ -203,7 +206,7 @@ class Request:
         self.append(Tokens(before.tokens))
         # The last sampled token is fed too: if no other response was running, its forward pass was skipped.
         self.fed = self.record.ids[last:].copy() if self.turns and not before.new_context else NOTHING
-        self.begun = self.drawn
+        self.begun, self.standing.turn_limit = self.drawn, before.limit
         self.limit = self.target = limits.turn_end(self)
         self.prefix = None
 

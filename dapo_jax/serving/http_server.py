@@ -2,12 +2,11 @@
 
 import asyncio
 import hmac
-import ipaddress
 import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -20,14 +19,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 from dapo_jax.dapo.tokens import HEADS
 from dapo_jax.serving.http_connections import Connections
 from dapo_jax.serving.http_requests import read_chat, read_completions, read_generate
-from dapo_jax.serving.request_loop import NewTokens, RequestError, RequestLoop, stopping
+from dapo_jax.serving.request_loop import NewTokens, RequestLoop, stopping
 from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimits, ServerThread, sampled
 from dapo_jax.serving.text import GrowingText, decoded
 from dapo_jax.terminal import visible
+from dapo_jax.text.http import PATIENCE_S, RequestError, error_object, host_name, is_loopback, read_body
 from dapo_jax.text.tokenizers import token_bytes
 
-_PATIENCE_S = 60
-"""Maximum number of seconds for a client to send a request body, or to receive one chunk of a stream."""
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 """Maximum size of a request body: a fixed number of bytes, plus a number of bytes for each token that a prompt may have."""
 _ANSWERS = web.RequestKey("answers", list)
@@ -285,7 +283,7 @@ class HttpServer(ServerThread):
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks whether the client may send the request, and converts every error to a response."""
-        self._connections.waits(request.protocol, _PATIENCE_S + 1.0)
+        self._connections.waits(request.protocol, PATIENCE_S + 1.0)
         try:
             self._check(request)
             return await handler(request)
@@ -317,7 +315,7 @@ class HttpServer(ServerThread):
                     "the Authorization header must be `Bearer KEY` with the key that the server was started with",
                     status=401, code="invalid_api_key",
                 )  # fmt: skip
-        elif not is_loopback(_name_of(request.headers.get("Host", ""))):
+        elif not is_loopback(host_name(request.headers.get("Host", ""))):
             # Otherwise, a web page in a local browser could reach the server through a domain that resolves to a loopback address.
             raise RequestError(
                 f"the Host header is {request.headers.get('Host', '')[:80]!r}; a server without a key accepts only localhost and loopback addresses",
@@ -367,7 +365,7 @@ class HttpServer(ServerThread):
         request: web.Request,
     ) -> web.StreamResponse:
         """Answers a sampling request. `read` parses the request body, and `kind` builds the answer."""
-        limits, content = self._limits, await _body(request)
+        limits, content = self._limits, await read_body(request)
         self._connections.works(request.protocol)
         # Parsing runs in a thread, because tokenizing a prompt of several megabytes must not delay other requests.
         asked = await asyncio.to_thread(read, content, limits)
@@ -381,7 +379,7 @@ class HttpServer(ServerThread):
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         """Answers a request to `/v1/completions`, whose prompts are scored or sampled in one batch."""
-        content = await _body(request)
+        content = await read_body(request)
         self._connections.works(request.protocol)
         asked = await asyncio.to_thread(read_completions, content, self._limits)
         wholes, answers = [], [CompletionAnswer(checked, self._limits) for checked in asked]
@@ -403,22 +401,6 @@ class HttpServer(ServerThread):
         return _json({**head, "model": self._limits.model, **fields, "weights_version": version})
 
 
-def is_loopback(host: str) -> bool:
-    """Returns whether a host name or address can be reached only from this machine."""
-    if host == "localhost":
-        return True
-    with suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    return False
-
-
-def _error_object(error: RequestError) -> dict[str, Any]:
-    """Returns OpenAI's error object."""
-    kind = "authentication_error" if error.status == 401 else "invalid_request_error"
-    kind = "server_error" if error.status >= 500 else kind
-    return {"error": {"message": str(error), "type": kind, "code": error.code}}
-
-
 def _own_failure() -> RequestError:
     text = "the server failed to answer this request; its log has the reason"
     return RequestError(text, status=500, code="internal_error")
@@ -434,30 +416,6 @@ def _named(request: web.Request) -> str:
     return " ".join(visible(f"{request.method} {request.raw_path[:200]}").split())
 
 
-def _name_of(host: str) -> str:
-    """Returns the name or address in a Host header, without the port."""
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0].lower()
-
-
-async def _body(request: web.Request) -> bytes:
-    """Returns the body of a request. Raises RequestError for another content type or encoding, or if the body does not arrive in time."""
-    for name, value, accepted in (
-        ("Content-Type", request.content_type, "application/json"),
-        ("Content-Encoding", request.headers.get("Content-Encoding", "identity"), "identity"),
-    ):
-        if value != accepted:
-            text = f"the header {name} is {value[:80]!r}; the server accepts {accepted}"
-            raise RequestError(text, status=415, code="unsupported_media_type")
-    try:
-        async with asyncio.timeout(_PATIENCE_S):
-            return await request.read()
-    except TimeoutError as error:
-        text = f"the body did not arrive within {_PATIENCE_S} s"
-        raise RequestError(text, status=408, code="timeout") from error
-
-
 async def _streamed(
     request: web.Request, answer: ChatAnswer, arriving: AsyncIterator[NewTokens]
 ) -> web.StreamResponse:
@@ -471,10 +429,10 @@ async def _streamed(
         if not events:
             return
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(PATIENCE_S):
                 await response.write(b"".join(events))
         except TimeoutError as error:
-            raise ConnectionResetError(f"the client received nothing for {_PATIENCE_S} s") from error
+            raise ConnectionResetError(f"the client received nothing for {PATIENCE_S} s") from error
 
     try:
         await send(*answer.first_chunks())
@@ -482,7 +440,7 @@ async def _streamed(
             await send(answer.chunk(new))
         await send(answer.usage_chunk())
     except RequestError as error:  # sent as an event, because the HTTP status has already been sent
-        await send(_error_object(error))
+        await send(error_object(error))
         return response
     await send(msgspec.Raw(b"[DONE]"))
     await response.write_eof()
@@ -497,7 +455,7 @@ def _error(error: RequestError) -> web.Response:
     headers = {"Retry-After": "1"} if error.code == "queue_full" else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return _json(_error_object(error), status=error.status, headers=headers)
+    return _json(error_object(error), status=error.status, headers=headers)
 
 
 def _ending(new: NewTokens) -> dict[str, Any]:

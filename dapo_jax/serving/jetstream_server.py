@@ -9,10 +9,11 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from jetstream.core.proto import jetstream_pb2
 
-from dapo_jax.serving.request_loop import RequestError, RequestLoop
+from dapo_jax.serving.request_loop import RequestLoop
 from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimits, ServerThread, sampled
 from dapo_jax.serving.text import GrowingText
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
+from dapo_jax.text.http import RequestError
 from dapo_jax.text.stop_strings import stop_ids
 
 _LONGEST_DETAILS = 1000

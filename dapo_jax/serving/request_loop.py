@@ -26,17 +26,10 @@ from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.prefill import PromptScores
 from dapo_jax.sampling.requests import OwnOptions, Request
+from dapo_jax.text.http import RequestError
 
 _REFILL_FRAC = 0.125
 """Slots are refilled once this fraction of the active slots has become free."""
-
-
-class RequestError(Exception):
-    """Raised for a request that is answered with an error: a message, an HTTP status, and a machine-readable name of the error (`code`)."""
-
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_value") -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
 
 
 def stopping() -> RequestError:

@@ -146,7 +146,8 @@ def serve_http(
         RuntimeError: the engine has failed.
     """
     with needing("http", "serving over HTTP needs aiohttp and msgspec", ConfigError):
-        from dapo_jax.serving.http_server import HttpServer, is_loopback
+        from dapo_jax.serving.http_server import HttpServer
+        from dapo_jax.text.http import is_loopback
     if not api_key and not is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} can be reached from other machines, but no key is set: set DAPO_JAX_API_KEY, which requests must then send as a "

@@ -14,7 +14,8 @@ from jaxtyping import Int
 
 from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.sampling.requests import OwnOptions
-from dapo_jax.serving.request_loop import NewTokens, RequestError, RequestLoop, stopping
+from dapo_jax.serving.request_loop import NewTokens, RequestLoop, stopping
+from dapo_jax.text.http import RequestError
 from dapo_jax.text.tokenizers import Tokenizer
 
 GRACE_S = 10

@@ -205,12 +205,15 @@ def _row(
 ) -> dict[str, Any]:
     """Returns one rollout's log line as a dict, in which long lists come last.
 
-    `in_loss` is null if the rollout was not trained on. Only episodes have `turns`, `turn_rewards` and `contexts`. Each turn is given as [first token, end).
+    `in_loss` is null if the rollout was not trained on. Only episodes have `turns`, `turn_rewards`, `contexts` and `forgotten`. Each turn is given as
+    [first token, end). `forgotten` has the numbers of the turns outside the loss.
     """
     found, response, turns = ratios.get(key := (group.prompt.ordinal, index)), rollout.response, {}
     if response.turns:
         rewards = [_rounded(reward) for reward in rollout.verdict.turn_rewards]
         turns = {"turns": [list(turn) for turn in response.turns], "turn_rewards": rewards}
+    if rollout.verdict.forgotten:
+        turns["forgotten"] = list(rollout.verdict.forgotten)
     if response.contexts:
         turns["contexts"] = [list(context) for context in response.contexts]
     return {

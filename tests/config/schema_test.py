@@ -305,6 +305,7 @@ def test_every_choice_of_a_key_loads(path, key, words):
     needs = {
         "cudnn": ["model.compute_dtype=bfloat16"],
         "turn": ["environment.source=guess"],
+        "template": ["environment.source=command:true"],
         "int8": ["loss.importance_range=[0,2]"],
         "float8_e4m3fn": ["loss.importance_range=[0,2]"],
         "high_covariance": ["loss.objective=kl_cov"],

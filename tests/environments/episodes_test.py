@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from dapo_jax.config import ConfigError
-from dapo_jax.dapo.rollouts import Prompt, Standing, Verdict
+from dapo_jax.dapo.rollouts import Continuation, Prompt, Standing, Verdict
 from dapo_jax.environments import Episodes, Step
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.tools import ToolEnvironment
@@ -421,6 +421,30 @@ def test_turns_of_an_earlier_process_are_replayed_before_the_next_one():
         [verdict] = judge(episodes)
     assert (verdict.score, verdict.parts) == (16.5, {"old": 1.0, "heard": 3.0})
     assert standing.rewards == (7.0, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "lost"), [(None, ""), (0, "before turn 0"), (1, "before turn 1"), (2, "before turn 2")]
+)
+def test_a_replay_with_other_answers_loses_the_episode_with_the_turn(changed, lost):
+    """Also if the answer before the turn that was being sampled differs."""
+
+    class Begun(Echo):
+        async def start(self):
+            return "?"
+
+    texts = ["?", "A", "B"]
+    texts = [f"{text}!" if number == changed else text for number, text in enumerate(texts)]
+    befores = [Continuation(TOKENIZER.encode(text)) for text in texts]
+    one, two, three = (
+        replace(drawn(text), before=before) for text, before in zip("abc", befores, strict=True)
+    )
+    with started(Making(Begun)) as episodes:
+        episodes.reopen(PROMPT, 0, [one, two], Standing(rewards=(0.5, 0.5)))
+        assert episodes.step(PROMPT, 0, three).result(5) is None
+        [verdict] = judge(episodes)
+    assert lost in verdict.reason
+    assert bool(verdict.lost) is bool(lost)
 
 
 def test_a_task_that_cancels_all_others_ends_no_run():

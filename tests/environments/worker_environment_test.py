@@ -198,7 +198,7 @@ def test_a_call_that_ends_a_worker_costs_its_own_episode_alone(text, lost, reaso
     asked, other = begun(scripted, 3), begun(scripted, 1)
     for index in range(3):
         play(scripted, asked, index, "a", f"b{index}")
-    before = pid_of(scripted, other)
+    before = pid_of(scripted, begun(scripted, 1))
     assert play(scripted, asked, 1, "print")
     waiting = [stepped(scripted, *episode, "sleep 0.5") for episode in ((asked, 1), (other, 0))]
     time.sleep(0.1)
@@ -206,10 +206,21 @@ def test_a_call_that_ends_a_worker_costs_its_own_episode_alone(text, lost, reaso
     assert [appended(answer) for answer in waiting] == ["a|b1|print|sleep 0.5", "sleep 0.5"]
     assert play(scripted, asked, 2, "c") == "a|b2|c", "all turns were replayed to the new worker"
     assert play(scripted, asked, 1, "d") == "a|b1|print|sleep 0.5|d"
-    assert pid_of(scripted, other) != before
+    assert pid_of(scripted, begun(scripted, 1)) != before
     found = verdicts(scripted, asked, 3)
     assert [each.lost for each in found] == [lost, "", ""]
     assert re.search(reason, found[0].reason), found[0].reason
+
+
+def test_an_episode_whose_answers_the_next_worker_does_not_repeat_is_lost(scripted):
+    """The answer to `pid` is the number of the process."""
+    asked, other = begun(scripted, 1), begun(scripted, 1)
+    play(scripted, asked, 0, "a", "pid", "b")
+    assert stepped(scripted, other, 0, "kill").result(60) is None
+    assert stepped(scripted, asked, 0, "c").result(60) is None
+    [verdict] = verdicts(scripted, asked, 1)
+    assert verdict.lost == "raised"
+    assert "before turn 2 differs" in verdict.reason
 
 
 def test_a_call_is_sent_again_to_the_next_worker_if_one_died_of_it_by_chance(tmp_path, scripted):

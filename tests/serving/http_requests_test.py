@@ -16,15 +16,17 @@ import importlib, sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from dapo_jax.serving import http_requests
+from dapo_jax.text import chat_requests
 
-GIVEN = {"_CompletionsBody": {"prompt": [[1]]}, "_ChatBody": {"messages": [{}], "stop": "x"}, "_SamplingParams": {"stop": ["x"]}, "_GenerateBody": {"token_ids": [1]}}
+GIVEN = {"_CompletionsBody": {"prompt": [[1]]}, "ChatBody": {"messages": [{}], "stop": "x"}, "_SamplingParams": {"stop": ["x"]}, "_GenerateBody": {"token_ids": [1]}}
 sys.setswitchinterval(1e-7)
 for _ in range(300):
+    importlib.reload(chat_requests)
     importlib.reload(http_requests)
     for name, given in GIVEN.items():
         kind, start = getattr(http_requests, name), Barrier(4)
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda _: (start.wait(), http_requests._struct(dict(given), kind, "the body")), range(4)))
+            list(pool.map(lambda _: (start.wait(), http_requests.struct_of(dict(given), kind, "the body")), range(4)))
 """
 
 

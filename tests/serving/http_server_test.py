@@ -32,11 +32,12 @@ from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.engine_spec import EngineSpec
 from dapo_jax.serving import http_connections
-from dapo_jax.serving.http_server import HttpServer, is_loopback
+from dapo_jax.serving.http_server import HttpServer
 from dapo_jax.serving.request_loop import RequestLoop
 from dapo_jax.serving.served_requests import ServedLimits
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.conversations import conversation_ids
+from dapo_jax.text.http import is_loopback
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.training.optimizer import make_optimizer

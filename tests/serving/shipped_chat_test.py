@@ -8,8 +8,8 @@ import pytest
 from dapo_jax.config import ModelConfig
 from dapo_jax.run.sources import folder_of
 from dapo_jax.serving.http_requests import read_chat, read_completions
-from dapo_jax.serving.request_loop import RequestError
 from dapo_jax.serving.served_requests import ServedLimits
+from dapo_jax.text.http import RequestError
 from dapo_jax.text.tokenizers import load_tokenizer
 from tests.serving.servers import ROOT
 

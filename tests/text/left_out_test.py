@@ -10,8 +10,8 @@ from dapo_jax.environments import Context
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.serving.http_requests import read_chat
-from dapo_jax.serving.request_loop import RequestError
 from dapo_jax.serving.served_requests import ServedLimits
+from dapo_jax.text.http import RequestError
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from tests.text.folders import CHATML, files_of
 

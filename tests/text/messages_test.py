@@ -15,9 +15,9 @@ from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.tools import conversation
 from dapo_jax.environments.turns_as_json import appended_as_json, appended_of
 from dapo_jax.serving.http_requests import read_chat
-from dapo_jax.serving.request_loop import RequestError
 from dapo_jax.serving.served_requests import ServedLimits
 from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.text.http import RequestError
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.messages import canonical_messages
 from tests.text.folders import files_of

@@ -131,6 +131,7 @@ class GroupView {
       fact("advantage", signed(columns.advantage[i]), "wide"),
       fact("tokens", columns.tokens[i].toLocaleString("en-US"), "wide"),
       response.turns ? fact("in", counted(response.turns.length, "turn")) : null,
+      response.forgotten ? fact("turns outside the loss:", response.forgotten.map((turn) => turn + 1).join(", "), "warn") : null,
       response.size > columns.tokens[i] ? fact("the environment's", counted(response.size - columns.tokens[i], "token")) : null,
       fact("ended by", response.finish === "length" ? "the length limit" : "itself", response.finish === "length" ? "warn" : ""),
       columns.penalty[i] ? fact("overlong penalty", signed(columns.penalty[i])) : null,

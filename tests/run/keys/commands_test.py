@@ -13,6 +13,7 @@ from tests.run.keys.watching import noting_reads
 SAMPLED_BY_EVAL_KEYS = {"sampling.temperature"}
 NOTHING_SAMPLED_IS_LEARNT = {"reward.overlong.filter_truncated"}
 GUESS = {"environment.source": "guess"}
+AGENT = {"environment.source": "command:true"}
 NOT_READ = {
     SftConfig: SAMPLED_BY_EVAL_KEYS | NOTHING_SAMPLED_IS_LEARNT,
     EvaluateConfig: SAMPLED_BY_EVAL_KEYS
@@ -85,7 +86,7 @@ def score(config):
                 {"model.source": "hf:org/name", "steps": 0},
             ],
         ),
-        (EvaluateConfig, score, EVALUATE, [{}, GRADERS, {**GUESS, "workers.count": 1}]),
+        (EvaluateConfig, score, EVALUATE, [{}, GRADERS, {**GUESS, "workers.count": 1}, AGENT]),
     ],
 )
 def test_every_key_of_the_other_commands_is_used(schema, command, base, ways, look, monkeypatch):

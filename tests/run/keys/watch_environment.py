@@ -7,6 +7,7 @@ from dapo_jax.dapo.tokens import Tokens
 from tests.run.keys.watching import echoes, watch
 
 GUESS = {"environment.source": "guess"}
+AGENT = {"environment.source": "command:true"}
 
 
 def of_episodes(name):
@@ -40,7 +41,27 @@ def of_workers(name):
     return lambda look: getattr(look.made_of("Episodes")["environment"], name, None)
 
 
+def of_agents(see):
+    """Sees the environment of a run whose episodes are agents."""
+    return lambda look: see(look.made_of("Episodes")["environment"])
+
+
 WATCHERS = [
+    echoes("environment.concurrency", of_episodes("calls"), 64, 3, also=GUESS),
+    echoes(
+        "environment.variables",
+        of_agents(lambda made: made.play.args[1]),
+        ["PATH", "HOME", "LANG"],
+        ["A"],
+        also=AGENT,
+    ),
+    watch(
+        "environment.history",
+        of_agents(lambda made: made.appends),
+        ("append", True),
+        ("template", False),
+        also=AGENT,
+    ),
     echoes("environment.episode_tokens", of_episodes("episode_tokens"), 0, 99, also=GUESS),
     watch(
         "workers.timeout_s",
