@@ -1,10 +1,8 @@
 """Agents that own their loop: requests become turns, and rewards are returned, posted or graded."""
 
 import asyncio
-import gc
 import json
 import re
-import resource
 import socket
 import sys
 import time
@@ -673,24 +671,6 @@ def test_of_200_agents_at_once_those_that_fail_are_lost_and_each_is_counted_once
     ]
     requests = [verdict.parts["agent_requests"] for verdict in verdicts if not verdict.lost]
     assert requests == [3.0] * 160
-
-
-# Slow: 500 steps.
-@pytest.mark.slow
-def test_the_memory_of_agents_is_flat_over_500_steps():
-    """After 100 steps of 4 agents, the next 400 add less than 1 KiB for each of their 1,600 episodes."""
-
-    def resident():
-        gc.collect()
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-    with started(agents(unreliable)) as episodes:
-        for step in range(500):
-            step_of(episodes, range(4 * step, 4 * step + 4), lambda ordinal: 2 + ordinal % 4)
-            if step == 99:
-                before = resident()
-        grown = resident() - before
-    assert grown < 1600 * 1024, f"{grown >> 10} KiB"
 
 
 # Commands.
