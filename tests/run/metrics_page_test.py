@@ -21,6 +21,9 @@ ACCELERATORS = {"memory/device_gib", "memory/device_peak_gib"}
 JUDGES = {"reward/judge/calls", "reward/judge/cache_hits", "reward/judge/tokens"}
 """Only with a judge; `judge_test.py` covers them."""
 
+CODE = {"reward/code/passed", "reward/code/cache_hits", "reward/code/restarts"}
+"""Only with the grader `code`; `tests/faults/code_kill_test.py` covers them."""
+
 
 def rows_of(title):
     section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
@@ -83,7 +86,7 @@ def logged(micro, run_micro, rows, even_sum, model, moe_model):
 
 
 def test_each_logged_metric_is_explained_once(logged):
-    assert sorted(explained()) == sorted(logged | ACCELERATORS | JUDGES)
+    assert sorted(explained()) == sorted(logged | ACCELERATORS | JUDGES | CODE)
 
 
 def test_every_watchdog_has_its_row_with_its_metrics():
