@@ -266,7 +266,7 @@ def test_control_characters_in_data_are_escaped(tmp_path, capsys, model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval", "shipped:quikstart"], "no shipped model 'quikstart'; available: quickstart"),
+        (["eval", "shipped:quikstart"], "no shipped model 'quikstart'; available: code_quickstart, quickstart"),
         (["eval", "shipped:quickstart", "--top-p", "1.5"], "eval.top_p: found 1.5"),
         (["eval", "shipped:quickstart", "--path", "nowhere.jsonl"], "there is no file or folder nowhere.jsonl"),
         (["data", "show", "arithmetic", "--model", "no/such/folder"], "cannot read a tokenizer from"),

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.curve import RESULTS, configuration, settings, show
 
 
+@pytest.mark.slow  # prepares the data of a run in another process
 def test_the_prompts_of_trl_are_the_prompts_of_our_run():
     """A prompt such as 47+85 is five of the 15 characters, whose ids begin at 2."""
     given = settings(configuration("trl", Path("runs"), 3, ["steps=2"]))

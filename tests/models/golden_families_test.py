@@ -174,12 +174,11 @@ OTHER_SETTINGS = {
     "deepseek_v3_flat", "gemma3_wrapped", "gemma4_dense", "gemma4_moe", "gemma4_wrapped", "glm4_moe", "glm4_moe_lite", "glm4_moe_lite_hub", "gpt_oss_mxfp4", "granite_hybrid_dense", "granitemoe", "nemotron_h_latent",
     "qwen3_5_moe_hub", "qwen3_5_moe_wrapped", "qwen3_next", "youtu",
 }  # fmt: skip
-"""Folders with the layers of another folder. They are loaded and saved in the default tier, and their programs are slow to compile."""
+"""Folders with the layers of another folder. They are slow, because each compiles its own programs."""
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in OTHER_SETTINGS else []) for name in FOLDERS]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in OTHER_SETTINGS else []) for name in FOLDERS]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_greedy_tokens_and_gradients_are_those_of_transformers(name):
     config, _, logits, gradients = passed(name)
     found = expected(name)
@@ -305,7 +304,7 @@ def test_the_sampler_continues_as_the_trainer_computes(name, cache, width):
         np.testing.assert_allclose(tails, found[key.replace("recurrent", "conv")][0, :, 1:], rtol=0, atol=tolerance(name))  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_loaded_model_is_saved_bit_for_bit(name, tmp_path):
     """The names and bytes of all tensors are those of the source. Of a model for images and text, only the text model is written."""
     config, params = load_model(FOLDERS[name])

@@ -228,10 +228,9 @@ def wider_model(model, tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("kl_coef", "in_flight"),
-    [*(pytest.param(0.0, in_flight, marks=pytest.mark.slow) for in_flight in (0, 8)), (0.1, 0)],
-)
+# Slow: a run of a wider model each. `test_the_initial_weights_are_not_kept_next_to_the_state` has a bound of the same arrays.
+@pytest.mark.slow
+@pytest.mark.parametrize(("kl_coef", "in_flight"), [(0.0, 0), (0.0, 8), (0.1, 0)])
 def test_during_an_update_the_devices_hold_the_train_state_and_one_gradient(
     kl_coef, in_flight, wider_model, micro, rows, even_sum, tmp_path
 ):

@@ -201,7 +201,7 @@ def test_a_run_is_neither_written_over_nor_resumed_under_another_configuration(f
     ("changes", "message"),
     [
         ({"data__source": "arithmetics"}, "did you mean 'arithmetic'"),
-        ({"model__source": "shipped:quikstart"}, "available: quickstart"),
+        ({"model__source": "shipped:quikstart"}, "available: code_quickstart, quickstart"),
         ({"reward__grader": "exat"}, "did you mean 'exact'"),
         ({"sampling__slots": 12}, r"slots=12 .* parallel.fsdp = 8, .* 16"),
         ({"batch__row_tokens": 0, "sampling__max_response_tokens": 500}, "504 positions, .* has 128"),

@@ -120,6 +120,8 @@ def test_the_time_and_the_processes_of_an_environment_change_nothing(
         assert (found.run_dir / name).read_bytes() == (trained.run_dir / name).read_bytes()
 
 
+# Slow: three more runs. tests/rollout/flight_test.py interrupts a run after every step, and tests/rollout/turns_in_flight_test.py continues episodes.
+@pytest.mark.slow
 def test_a_run_interrupted_after_every_step_is_the_uninterrupted_run(
     trained, turning, run_micro, rows, same_run
 ):
