@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -64,8 +65,21 @@ def pytest_collection_finish():
 def few_mappings():
     """Drops the compiled programs of past modules in time: each has about 16 memory mappings, and Linux permits a process 65,530."""
     yield
+    drop_programs(beyond=20_000)
+
+
+@pytest.fixture(autouse=True)
+def few_mappings_in_long_modules():
+    """Also within a module whose tests compile for long: without further mappings, the next compilation ends the process with a segmentation fault."""
+    began = time.monotonic()
+    yield
+    if time.monotonic() - began > 5:
+        drop_programs(beyond=40_000)
+
+
+def drop_programs(beyond):
     with contextlib.suppress(FileNotFoundError), open("/proc/self/maps", "rb") as maps:
-        if sum(1 for _ in maps) > 20_000:
+        if sum(1 for _ in maps) > beyond:
             jax.clear_caches()
 
 
