@@ -72,18 +72,19 @@ Mamba-2 layer computes its output with relative errors of 4 u to 12 u: each of i
 0.9e-5 with 8, 1.5e-5 and 2.2e-5 with 64, and 1.0e-5 in the sampler. So the form of the recurrence is not the cause.
 """
 GEMMA4 = 5e-5
-"""Tolerance of the log-probabilities of `gemma4_e` and `gemma4_moe`. In float64, this network agrees with `logits64` to 3e-13. In float32, log-probabilities of the responses
+"""Tolerance of the log-probabilities of `gemma4_e`, `gemma4_moe` and `gemma4_dense`. In float64, this network agrees with `logits64` to 3e-13. In float32, log-probabilities of the responses
 differ from it by up to:
 
 | | trainer | sampler | sampler, pages and prompts in parts | sampler and trainer from each other |
 |---|---|---|---|---|
 | gemma4_e | 6.8e-5 | 5.8e-5 | 4.1e-5 | 1.3e-5, 3.6e-5 |
 | gemma4_moe | 2.6e-5 | 2.3e-5 | 2.7e-5 | 3.1e-5, 3.0e-5 |
+| gemma4_dense | 2.7e-5 | 2.5e-5 | 1.8e-5 | 2.2e-5, 3.0e-5 |
 
-Two paths differ by at most the sum of their errors, which is more than 5e-5 in each model. A few tokens enlarge rounding errors: if one part of the float64 network of `gemma4_e` is
+Two paths differ by at most the sum of their errors, which is more than 5e-5 in the first two models, and 5.2e-5 and 4.5e-5 in `gemma4_dense` (whose float64 network agrees to 5e-6). A few tokens enlarge rounding errors: if one part of the float64 network of `gemma4_e` is
 computed in float32, logits change by 1e-6 to 6e-6 on average, but by up to 2.7e-4 (angles), 2.0e-4 (norms, or GELU), 1.2e-4 (products) and 3e-5 (attention).
 """
-ROUNDED = {"granite_hybrid": GRANITE, "gemma4_e": GEMMA4, "gemma4_moe": GEMMA4}
+ROUNDED = {"granite_hybrid": GRANITE, "gemma4_e": GEMMA4, "gemma4_moe": GEMMA4, "gemma4_dense": GEMMA4}
 
 
 def tolerance(name):
