@@ -69,6 +69,10 @@ class RewardConfig(Section, at="reward"):
         return [] if isinstance(self.grader, str) else entries("reward.grader", self.grader, GraderConfig)
 
 
+_INHERITED = ["PATH", "HOME", "LANG"]
+"""Default of `environment.variables`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig(Section, at="environment"):
     """Multi-turn episodes, in which an environment responds to the policy and supplies the rewards."""
@@ -88,7 +92,7 @@ class EnvironmentConfig(Section, at="environment"):
     each context has at most `data.max_prompt_tokens` + `sampling.max_response_tokens` tokens. The overlong penalty and filter use this limit."""
     concurrency: int = key(64, range=SIZE)
     """Maximum number of environments or agents that work at the same time. The others wait."""
-    variables: list[str] = key(default_factory=lambda: ["PATH", "HOME", "LANG"])
+    variables: list[str] = key(default_factory=lambda: [*_INHERITED])
     """Names of the environment variables that a `command:` agent inherits. Secrets that are not listed do not reach it."""
     history: str = key("append", choices=["append", "template"])
     """How a request of an agent continues an earlier one. append: its context has the exact tokens of the earlier turns, and the new messages. template: all of its messages are rendered by the chat template
@@ -98,6 +102,8 @@ class EnvironmentConfig(Section, at="environment"):
     this turn, and std is the standard deviation of the group's rewards. If an environment compares episodes (`group_rewards`), the reward from this comparison replaces the turn rewards, and is credited to the last turn."""
 
     def check_together(self) -> None:
+        if self.variables != _INHERITED and not self.source.startswith("command:"):
+            self.refuse("variables", f"{_INHERITED}, unless the source is a command", "leave it out")
         if self.history != "append" and not self.is_agent:
             self.refuse("history", "append, unless the source is an agent", "leave it out")
 

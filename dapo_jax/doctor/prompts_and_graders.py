@@ -67,7 +67,8 @@ def grader(subject: Subject) -> Found:
         is_command = source.startswith("command:")
         processes = f"; up to {count:,} agents have a process at the same time" if is_command else ""
         return Found(f"rewards come from the environment {source}; no grader is used{processes}")
-    is_code = str(config.reward.grader).partition(":")[0] == "code"
+    first = config.reward.graders[0].grader if config.reward.graders else str(config.reward.grader)
+    is_code = first.partition(":")[0] == "code"  # the first grader decides whether a response is correct
     asked = [_samples(subject, prompt, is_code=is_code) for prompt in subject.prompts(GRADED)]
     verdicts: list[list[Verdict]] = []
     workers = config.workers.of_graders

@@ -125,11 +125,9 @@ class TinyStep(ExitStack, Observer):
                 mask = np.stack([microbatch.mask for microbatch in joined])
                 differences = np.abs(found - expected[: len(joined) * count].reshape(found.shape))
                 noise[count * single[0].tokens.shape[0]] = float(differences[mask].mean())
-        sampler, dtype = (
-            to_scalars(self._updates[:1])["sync/logprob_diff_mean"],
-            self.config.model.compute_dtype,
-        )
-        return shape_noise(noise, rows=single[0].tokens.shape[0], sampler=sampler, compute_dtype=dtype)
+        sampler = to_scalars(self._updates[:1])["sync/logprob_diff_mean"]
+        rows, dtype = single[0].tokens.shape[0], self.config.model.compute_dtype
+        return shape_noise(noise, rows=rows, sampler=sampler, compute_dtype=dtype)
 
     def grade(self) -> Found:
         """Grades the sampled responses with the configured grader or environment."""

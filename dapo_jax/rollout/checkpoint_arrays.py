@@ -212,10 +212,12 @@ def _rollout_record(rollout: Rollout, with_text: bool) -> list[Any]:
 
 def _rollout(record: Sequence[Any], take: Callable[[int], Mapping[str, Any]]) -> Rollout:
     *of_response, text, reward, penalty, verdict = record
+    if len(verdict) == len(_VERDICT) - 1:  # an earlier checkpoint, without `forgotten`
+        verdict = [*verdict, ()]
     return Rollout(
         response=Response(**_response_fields(of_response, take)),
         text=text,
-        verdict=Verdict(**dict(zip(_VERDICT, verdict, strict=False))),
+        verdict=Verdict(**dict(zip(_VERDICT, verdict, strict=True))),
         reward=reward,
         overlong_penalty=penalty,
     )

@@ -129,7 +129,7 @@ class GraderCounts(Observer):
         new = json.dumps({name: count - self._before[name] for name, count in now.items()}).encode()
         gathered = [json.loads(counts) for counts in all_gather_bytes(new, buffer_bytes=1024)]
         result.metrics.update({name: sum(counts[name] for counts in gathered) for name in now})
-        self._before = Counter(now)
+        self._before = now
 
 
 class StepProgress(Observer):

@@ -131,6 +131,7 @@ batch.keep.reward_per_token=1 -> batch.keep: found; 2 to 15
 batch.keep.reward_per_token=x -> batch.keep.reward_per_token: found 'x'; a whole number
 environment.source=guess environment.credit=turn advantage.baseline=none -> environment.credit: found 'turn'; episode; group_mean
 environment.source=guess environment.credit=turn advantage.scale=batch_std -> environment.credit: found 'turn'; group_std
+environment.source=guess environment.variables=[TOKEN] -> environment.variables: found ['TOKEN']; unless the source is a command
 teacher.coef=2 -> teacher.coef: found 2; teacher.source
 teacher.source=shipped:quickstart -> dynamic_sampling.enabled: found true; teacher.source; teacher.rewards=true
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false batch.keep.reward_per_token=8 -> batch.keep: found; teacher.source

@@ -198,7 +198,8 @@ def test_the_grader_code_is_examined_by_a_program_that_does_nothing(examined, tm
             "data__path": path,
             "eval__datasets": f"[{{source: code, path: {path}}}]",
         }
-        found.append(examined(quick=True, reward__grader="code", **data)["grader"])
+        grader = "code" if number == 1 else "[{grader: code}, {grader: dapo, weight: 0.1}]"
+        found.append(examined(quick=True, reward__grader=grader, **data)["grader"])
     assert (found[0].state, found[1].state) == ("ok", "failed")
     assert found[0].message == "the sandbox passed its test, and the tests of 1 prompts can be read"
     assert "a program that does nothing passes the tests of prompt" in found[1].message

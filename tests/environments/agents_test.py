@@ -355,6 +355,8 @@ def test_a_stream_has_one_chunk_with_the_plain_answer():
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"stream": True, "stream_options": {"include_tokens": True}}, "stream_options .*include_tokens"),
+        ({"return_token_ids": True}, "return_token_ids is True"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\]"),

@@ -122,7 +122,7 @@ def test_a_row_arrives_as_it_is_with_arrays_and_tuples_as_lists(scripted):
         ("append bytes", "raised", "bytes.*JSON"),
         ("append deep", "raised", "nested too deep"),
         ("append ids", "raised", "ids from 1000000"),
-        ("huge 50000000", "raised", r"50,000,\d+ bytes"),
+        ("huge 20000000", "raised", r"20,000,\d+ bytes"),
     ],
 )
 def test_a_bad_step_loses_its_episode_alone_and_the_worker_stays(scripted, text, lost, reason):

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,8 @@ from dapo_jax.dapo.rollouts import (
 )
 from dapo_jax.dapo.tokens import VALUES, Tokens
 from dapo_jax.rollout.checkpoint_arrays import (
+    _rollout,
+    _rollout_record,
     drawn_arrays,
     drawn_of,
     flight_arrays,
@@ -59,6 +62,7 @@ rollouts = st.fixed_dictionaries(
                 "lost": st.sampled_from(["", "timeout"]),
                 "parts": st.dictionaries(texts, st.floats(-2, 2), max_size=2),
                 "turn_rewards": st.lists(st.floats(-2, 2), max_size=3).map(tuple),
+                "forgotten": st.lists(st.integers(0, 3), max_size=2).map(tuple),
             }
         ),
         "text": texts,
@@ -120,6 +124,20 @@ def test_groups_survive_as_arrays(drawn):
     arrays = group_arrays(groups)
     assert all(array.dtype != object for array in arrays.values()), "a checkpoint stores bytes, not pickles"
     assert_equal(groups_of(arrays, prompt_at), groups)
+
+
+@given(values=rollouts)
+def test_an_earlier_checkpoint_has_no_turns_outside_the_loss_and_other_lengths_are_errors(values):
+    rollout = make_rollout(values)
+    *rest, verdict = _rollout_record(rollout, True)
+
+    def read(fields):
+        return _rollout([*rest, fields], lambda _: {"record": rollout.response.record})
+
+    assert_equal([read(verdict[:-1]).verdict], [replace(rollout.verdict, forgotten=())])
+    for wrong in (verdict[:-2], [*verdict, 0]):
+        with pytest.raises(ValueError, match="argument"):
+            read(wrong)
 
 
 def test_a_response_in_brief_takes_at_most_110_bytes_whatever_its_length():

@@ -19,8 +19,6 @@ from typing import Any, ClassVar
 from dapo_jax.data.own_builder import OwnBuilder, chosen, named, uniform
 
 START = "f=lambda x:"
-LONGEST = 22
-"""Number of characters of the longest program."""
 POINTS = (-3, 0, 1, 4, 10)
 """Two polynomials of degree 4 or less that agree at five points are equal, and no expression has a higher degree."""
 STYLES = {"bare": 0.60, "bracketed": 0.15, "cut": 0.25}

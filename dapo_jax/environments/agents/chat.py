@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo_jax.environments.protocol import Turn
 from dapo_jax.environments.tool_calls import BrokenCall, text_before_calls, tool_calls
-from dapo_jax.text.chat_requests import ChatBody, json_of, present, struct_of
+from dapo_jax.text.chat_requests import ChatBody, StreamOptions, json_of, present, struct_of
 from dapo_jax.text.http import RequestError
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.thoughts import without_thoughts
@@ -39,10 +39,12 @@ class ChatRequest:
             ("stop_token_ids", body.stop_token_ids, [()]),
             ("top_logprobs", body.top_logprobs, [0]),
             ("chat_template_kwargs", body.chat_template_kwargs, [{}]),
+            ("return_token_ids", body.return_token_ids, [False]),
         ):
             if value not in accepted:
                 need = " or ".join(map(repr, accepted))
                 raise RequestError(f"{name} is {value!r:.80}; an agent's server accepts {need}: leave it out")
+        self.includes_usage = struct_of(body.stream_options, StreamOptions, "stream_options").include_usage
         limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
         self.max_tokens = min(limits, default=0)
         """Maximum number of tokens in the answer. 0 means that only the limits of the run apply."""
@@ -105,7 +107,7 @@ class Answer:
     """A turn of the policy as the answer to a request."""
 
     def __init__(self, request: ChatRequest, turn: Turn) -> None:
-        self._body, self._turn = request.body, turn
+        self._body, self._turn, self._includes_usage = request.body, turn, request.includes_usage
         marked = turn.marked_text or turn.text
         said = without_thoughts(marked).strip()
         calls = tool_calls(marked, request.tools) if request.tools else []
@@ -148,7 +150,7 @@ class Answer:
         calls = [{"index": n, **call} for n, call in enumerate(self.calls)]
         delta = self.message | ({"tool_calls": calls} if calls else {})
         chunks: list[dict[str, Any]] = [{**head, "choices": [self._choice("delta", delta)]}]
-        if self._body.stream_options.get("include_usage"):
+        if self._includes_usage:
             chunks.append({**head, "choices": [], **self._usage})
         return chunks
 
