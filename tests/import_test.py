@@ -13,7 +13,7 @@ ROOT = Path(dapo_jax.__file__).parent.parent
 # etils is not among them: jax loads it itself.
 HEAVY = {
     "flax", "optax", "orbax", "grain", "tensorflow", "tensorflow_datasets", "array_record", "sympy", "jetstream", "aiohttp",
-    "rich", "safetensors", "tensorboardX", "tokenizers", "torch", "transformers", "wandb",
+    "ray", "rich", "safetensors", "tensorboardX", "tokenizers", "torch", "transformers", "wandb",
 }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def test_the_house_has_few_rooms():
         "__init__.py",
         "__main__.py",
     }
-    assert len(rooms) <= 29, sorted(rooms)
+    assert len(rooms) <= 30, sorted(rooms)
 
 
 def test_a_docstring_begins_with_its_subject():
@@ -109,8 +109,8 @@ def lines_of(paths):
 
 def test_library_tests_and_configuration_are_no_larger_than_their_limits():
     """The limits of the whole. They only fall; a commit that raises one needs a reason."""
-    assert lines_of(SOURCES) <= 47_966
-    assert lines_of((ROOT / "tests").rglob("*.py")) <= 57_474
+    assert lines_of(SOURCES) <= 48_257
+    assert lines_of((ROOT / "tests").rglob("*.py")) <= 57_799
     assert len(leaf_types(TrainConfig)) <= 132
 
 

@@ -1,0 +1,290 @@
+"""The connection to a Ray cluster. Only this module imports ray.
+
+It uses actors, stored objects and the notice that an actor died, and no other part of Ray. An actor holds an object of a class of this package, and runs its
+methods. Ray does not restart actors, and a running actor takes no CPU from the CPUs that a node offers.
+"""
+
+import hashlib
+import importlib
+import ipaddress
+import logging
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dapo_jax.hints import needing
+
+START_S = 120.0
+"""Maximum time in seconds for the start of an actor."""
+
+_PACKAGE = Path(__file__).parents[1]
+
+_HIDDEN = ("node:", "memory", "object_store_memory", "accelerator_type:")
+"""Beginnings of the names of resources that Ray adds to each node."""
+
+
+class DiedError(RuntimeError):
+    """Raised by calls to an actor whose process or node has died."""
+
+
+class Node(NamedTuple):
+    """A machine of the cluster."""
+
+    id: str
+    address: str
+    resources: Mapping[str, int | float]
+    """The amount of each resource that the node offers, for example {"CPU": 16.0}."""
+
+
+class Actor:
+    """A handle for an object on a node. Calls run in the order of their submission, unless the actor runs several calls at once."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self._handle = handle
+        self.name = name
+        """The class and the node's address, for messages."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Calls a method and returns a future for its result. An argument that `put` returned arrives as the stored value.
+
+        The future raises the error that the method raised, or DiedError if the actor has died. Use `concurrent.futures.wait` to wait for the first of several
+        futures, or with a time limit.
+        """
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()
+        self._handle.call.remote(method, *arguments).future().add_done_callback(
+            partial(_forward, answer, self.name)
+        )
+        return answer
+
+    def kill(self) -> None:
+        """Ends the actor's process. Unfinished calls raise DiedError. If the node does not answer, the process ends when the node answers again."""
+        import ray
+
+        with suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self._handle)
+
+
+class Cluster:
+    """A connection to a Ray cluster. `close` ends all actors."""
+
+    def __init__(self, address: str) -> None:
+        """Connects to the cluster at `address`, which is `HOST:PORT`, or `auto` for the cluster that was started on this machine.
+
+        Raises ValueError if ray is not installed, there is no cluster, or the cluster accepts programs of other machines without a token.
+        """
+        os.environ.setdefault(
+            "RAY_SCHEDULER_EVENTS", "0"
+        )  # no advice about automatic scaling on the terminal
+        with needing("cluster", f"cluster.address={address} needs ray"):
+            import ray
+        host = address.rpartition(":")[0]
+        _check_token(address, [host] if host else [])
+        os.environ.setdefault(
+            "RAY_SCHEDULER_EVENTS", "0"
+        )  # no advice about automatic scaling on the terminal
+        try:
+            ray.init(address, logging_level=logging.ERROR, namespace="dapo_jax")
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            remedy = "start it with `ray start --head`, and write the address that this command prints"
+            raise ValueError(
+                f"cluster.address={address}: there is no Ray cluster ({error}); {remedy}"
+            ) from error
+        self._actors: list[Actor] = []
+        try:
+            _check_token(address, [node.address for node in self.nodes()])
+        except ValueError:
+            self.close()
+            raise
+
+    def nodes(self) -> list[Node]:
+        """Returns the nodes that are alive, in the order of their addresses."""
+        import ray
+
+        nodes = [
+            Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        return sorted(nodes, key=lambda node: (node.address, node.id))
+
+    def start(
+        self,
+        load: str,
+        setup: Any,
+        *,
+        node: Node | None = None,
+        resources: Mapping[str, int | float] | None = None,
+        concurrency: int = 1,
+        packages: Sequence[str] = ("numpy",),
+        files: Sequence[str] = (),
+    ) -> Actor:
+        """Starts an actor, waits until its object is ready, and returns it.
+
+        Args:
+            load: class of the object, as `module:Class`.
+            setup: the argument of the class.
+            node: where the actor runs. If None, Ray chooses a node.
+            resources: what the actor takes from its node, for example {"TPU": 4}. It takes no CPU unless it is named here.
+            concurrency: number of calls that run at once, in threads.
+            packages: packages that must have the same version on both sides. Python and the source code of dapo_jax must always be equal.
+            files: absolute paths of files that must be equal on both sides.
+
+        The actor works in the current folder of this process, if its node has this folder.
+
+        Raises:
+            ValueError: a version or a file differs. The message has both values.
+            DiedError: the actor did not start within 120 s, or died. The message has the free resources.
+            Exception: any error that the class raised.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        needs = dict(resources or {})
+        special = {
+            "num_cpus": needs.pop("CPU", 0),
+            "num_gpus": needs.pop("GPU", 0),
+            "resources": needs or None,
+        }
+        where = NodeAffinitySchedulingStrategy(node.id, soft=False) if node else "DEFAULT"
+        remote = ray.remote(_Inside).options(
+            max_restarts=0, max_concurrency=concurrency, scheduling_strategy=where, **special
+        )
+        own = facts(packages, files)
+        at = node.address if node else "a node that Ray chooses"
+        actor = Actor(remote.remote(), f"{load.rpartition(':')[2]} on {at}")
+        self._actors.append(actor)
+        try:
+            address, found = actor.call("hello", os.getcwd(), packages, files).result(START_S)
+            actor.name = f"{load.rpartition(':')[2]} on {address}"
+            check_facts(own, found, actor.name)
+            actor.call("load", load, setup).result(START_S)
+        except BaseException as error:
+            self.kill(actor)
+            if isinstance(error, TimeoutError):
+                free = _shown(ray.available_resources())
+                raise DiedError(
+                    f"{actor.name} did not start within {START_S:g} s. It needs {_shown(resources or {})}; the cluster has these free resources: {free}"
+                ) from None
+            raise
+        return actor
+
+    def kill(self, actor: Actor) -> None:
+        """Ends an actor. See `Actor.kill`."""
+        actor.kill()
+        self._actors = [other for other in self._actors if other is not actor]
+
+    def put(self, value: Any) -> Any:
+        """Stores a value in the memory that the processes of this machine share, and returns a reference. Each node that needs the value copies it once. It is
+        freed when no reference is left."""
+        import ray
+
+        return ray.put(value)
+
+    def close(self) -> None:
+        """Ends all actors and the connection."""
+        import ray
+
+        for actor in list(self._actors):
+            self.kill(actor)
+        ray.shutdown()
+
+
+class _Inside:
+    """The object of every actor. It runs the methods of an object of a given class."""
+
+    _object: Any = None
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Runs a method of this object (`hello` and `load`) or of the object that `load` created."""
+        return getattr(self if self._object is None else self._object, method)(*arguments)
+
+    def hello(self, folder: str, packages: Sequence[str], files: Sequence[str]) -> tuple[str, dict[str, str]]:
+        """Goes to a folder if it exists, and returns the node's address, and its versions and digests."""
+        import ray
+
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        return ray.util.get_node_ip_address(), facts(packages, files)
+
+    def load(self, load: str, setup: Any) -> None:
+        """Creates the object."""
+        module, _, name = load.partition(":")
+        self._object = getattr(importlib.import_module(module), name)(setup)
+
+
+def facts(packages: Sequence[str] = (), files: Sequence[str] = ()) -> dict[str, str]:
+    """Returns the versions and digests of this process that must be equal in another process: Python, the source code of dapo_jax, packages and files."""
+    sources = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        sources.update(path.read_bytes())
+    found = {
+        "Python": platform.python_version(),
+        "dapo_jax": f"the source code with the digest {sources.hexdigest()[:12]}",
+    }
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "no version"
+    for path in files:
+        try:
+            found[path] = f"the digest {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
+        except OSError:
+            found[path] = "no such file"
+    return found
+
+
+def check_facts(own: Mapping[str, str], found: Mapping[str, str], who: str) -> None:
+    """Raises ValueError if the process `who` has other versions or files than this process."""
+    different = [
+        f"{name} is {value} here, but {found.get(name, 'missing')} there"
+        for name, value in own.items()
+        if found.get(name) != value
+    ]
+    if different:
+        raise ValueError(
+            f"{who} differs from this process: {'; '.join(different)}. Install the same versions on all machines, and put the same files at the same paths"
+        )
+
+
+def _check_token(address: str, hosts: Sequence[str]) -> None:
+    """Raises ValueError if a host is not on the loopback interface and programs need no token."""
+    off = [host for host in hosts if not _is_loopback(host)]
+    if off and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        raise ValueError(
+            f"cluster.address={address}: any program that reaches {off[0]} could run code there. Set RAY_AUTH_MODE=token on all machines and give them the same "
+            "RAY_AUTH_TOKEN, for example from `openssl rand -hex 32`"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _forward(answer: Future[Any], name: str, done: Future[Any]) -> None:
+    """Gives the result of a call to `answer`."""
+    import ray
+
+    error = done.exception()
+    if error is None:
+        answer.set_result(done.result())
+    elif isinstance(error, ray.exceptions.RayTaskError):
+        answer.set_exception(error.cause)
+    else:
+        reason = " ".join(str(error).split())
+        answer.set_exception(DiedError(f"{name} died: {reason.partition(' dead because ')[2] or reason}"))
+
+
+def _shown(resources: Mapping[str, int | float]) -> str:
+    shown = [f"{name} {count:g}" for name, count in sorted(resources.items()) if not name.startswith(_HIDDEN)]
+    return ", ".join(shown) or "nothing"

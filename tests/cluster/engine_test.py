@@ -1,0 +1,138 @@
+"""The engine: refusals without Ray; with Ray, actors, stored values, and the notice of a death."""
+
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import wait
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from dapo_jax.cluster import engine as module
+from dapo_jax.cluster.engine import Cluster, DiedError, check_facts, facts
+from tests.cluster.threads import ThreadCluster
+
+COUNTER = "tests.cluster.threads:Counter"
+
+
+def test_without_the_extra_the_message_has_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"cluster.address=auto needs ray: pip install .*\[cluster\]"):
+        Cluster("auto")
+
+
+@pytest.mark.parametrize("mode", [None, "disabled"])
+def test_a_cluster_that_other_machines_reach_needs_a_token(monkeypatch, mode):
+    """It is refused before a connection is tried: nothing listens at this address."""
+    pytest.importorskip("ray", reason="needs the extra `cluster`")
+    monkeypatch.setenv("RAY_AUTH_MODE", mode) if mode else monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ValueError, match=r"any program that reaches 192.0.2.7 .*RAY_AUTH_MODE=token"):
+        Cluster("192.0.2.7:6379")
+
+
+@pytest.mark.parametrize(
+    ("host", "needs"),
+    [("127.0.0.1", False), ("localhost", False), ("[::1]", False), ("10.0.0.1", True), ("head", True)],
+)
+def test_loopback_needs_no_token(monkeypatch, host, needs):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if needs:
+        with pytest.raises(ValueError, match="RAY_AUTH_TOKEN"):
+            module._check_token("x", [host])
+    module._check_token("x", [] if needs else [host])
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    module._check_token("x", [host])
+
+
+def test_a_difference_is_refused_with_both_values(tmp_path):
+    path = tmp_path / "my.py"
+    path.write_text("one = 1")
+    own = facts(["numpy"], [str(path)])
+    check_facts(own, facts(["numpy"], [str(path)]), "Host on 10.0.0.2")
+    path.write_text("one = 2")
+    found = facts(["numpy"], [str(path)]) | {"numpy": "1.0"}
+    with pytest.raises(ValueError, match=r"Host on 10.0.0.2 differs") as refused:
+        check_facts(own, found, "Host on 10.0.0.2")
+    assert f"numpy is {importlib.metadata.version('numpy')} here, but 1.0 there" in str(refused.value)
+    assert f"{path} is {own[str(path)]} here, but {found[str(path)]} there" in str(refused.value)
+    assert "Python" not in str(refused.value)
+    path.unlink()
+    assert facts((), [str(path)])[str(path)] == "no such file"
+
+
+def test_the_source_code_of_the_package_is_compared(monkeypatch, tmp_path):
+    before = facts()["dapo_jax"]
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(module, "_PACKAGE", tmp_path)
+    assert facts()["dapo_jax"] != before
+
+
+def test_the_double_does_as_the_engine():
+    """The same checks as with Ray, below."""
+    engine = ThreadCluster(resources={"CPU": 1.0, "TPU": 1.0})
+    check_an_engine(engine, engine.lose)
+    engine.close()
+
+
+@contextmanager
+def soon():
+    """Limits the start of an actor that cannot start to 6 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "START_S", 6.0)
+        yield
+
+
+def check_an_engine(engine, lose):
+    """Checks calls, errors, stored values, resources, and deaths. `lose` ends a node."""
+    first, second = engine.nodes()
+    actor = engine.start(COUNTER, 1, node=second)
+    assert [actor.call("add", 2).result(), actor.call("add", 3).result()] == [3, 6]
+    with pytest.raises(ValueError, match="the sum is 6"):
+        actor.call("fail").result()
+    assert actor.call("process").result()[1] == os.getcwd()
+    value = engine.put(np.arange(5))
+    assert actor.call("add", value).result().tolist() == [6, 7, 8, 9, 10]
+    holder = engine.start(COUNTER, 0, node=first, resources={"TPU": 1})
+    waiting = holder.call("sleep", "/no/such/file")
+    done, _ = wait([waiting, actor.call("add", 1)], timeout=20, return_when="FIRST_COMPLETED")
+    assert waiting not in done
+    assert len(done) == 1
+    with pytest.raises(DiedError, match="TPU"), soon():
+        engine.start(COUNTER, 0, node=first, resources={"TPU": 1})
+    engine.kill(holder)
+    with pytest.raises(DiedError, match=r"Counter on .* died"):
+        waiting.result(20)
+    with pytest.raises(DiedError):
+        holder.call("add", 1).result(20)
+    pending = actor.call("sleep", "/no/such/file")
+    lose(second)
+    with pytest.raises(DiedError, match=r"Counter on .* died"):
+        pending.result(40)  # a node counts as dead 13 s after its last sign
+
+
+def processes_of_ray():
+    found = subprocess.run(["pgrep", "-fa", "raylet|gcs_server|ray::"], capture_output=True, text=True)
+    return {line.split()[0] for line in found.stdout.splitlines()}
+
+
+# Slow: starts a cluster of two nodes, and waits twice 6 s for an actor that cannot start.
+@pytest.mark.slow
+def test_the_engine_on_two_nodes(two_nodes):
+    engine = Cluster(two_nodes.address)
+    assert [node.address for node in engine.nodes()] == ["127.0.0.2", "127.0.0.3"]
+    message = r"did not start within 6 s. It needs TPU 4; .* free .*: CPU 2, TPU 2"
+    with pytest.raises(DiedError, match=message), soon():
+        engine.start(COUNTER, 0, resources={"TPU": 4})
+    check_an_engine(engine, lambda node: two_nodes.lose(node.address))
+    other = engine.start(COUNTER, 0)
+    process, _ = other.call("process").result()
+    pending = other.call("sleep", "/no/such/file")
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(DiedError, match="died"):
+        pending.result(10)
+    engine.close()
+    two_nodes.close()
+    assert processes_of_ray() <= two_nodes.before
