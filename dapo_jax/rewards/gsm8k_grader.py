@@ -4,7 +4,18 @@ import re
 from fractions import Fraction
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.numerals import COPULA, FILLER, PER_AREA, UNIT, WORD, number, placeholder, plain, value
+from dapo_jax.rewards.numerals import (
+    COPULA,
+    FILLER,
+    PER_AREA,
+    UNIT,
+    WORD,
+    joined_thousands,
+    number,
+    placeholder,
+    plain,
+    value,
+)
 from dapo_jax.text.thoughts import without_thoughts
 
 _MARK = "####"
@@ -67,7 +78,7 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     """Returns the last run (see `_RUN`) and its value. Instead of a value, returns None if the run is not a number or, with `alone`, not the only run."""
     if text.isascii() and text.strip().isdigit():  # for speed
         return text.strip(), value(text.strip())
-    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", _WRAPPER.sub(" ", plain(text)))
+    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", _WRAPPER.sub(" ", joined_thousands(plain(text))))
     text = re.sub(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2", text)
     runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
     if not runs:

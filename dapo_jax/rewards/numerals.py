@@ -29,6 +29,11 @@ _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<whole>[0-9]+)\s+(?=[0-9]+\s*/))?(?P<over>{GROUPED.pattern})"
     rf"(?:\s*/\s*(?P<under>{GROUPED.pattern}))?"
 )  # fmt: skip
+_THOUSANDS = re.compile(
+    r"(?<![0-9.,])[1-9][0-9]{0,2}(?: ?(?:\{,\}|,\\!|\\[,;:! ]|~)\s?[0-9]{3})+(?![0-9])"
+    r"|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
+)
+"""Matches groups of three digits with TeX's signs or single spaces between them."""
 
 FILLER, UNIT, COPULA, PER_AREA = "\0", "\3", "\4", "\5"
 """Placeholders for words that do not change a number: anywhere, only after the number, words such as "is", and square or cubic before a unit."""
@@ -89,6 +94,15 @@ def plain(text: str) -> str:
     """Rewrites Unicode characters as ASCII or LaTeX: minus, times and division signs, spaces, fractions such as ½, super- and subscripts."""
     shifted = _SHIFTED.sub(lambda run: f"{'^' if run[1] else '_'}{{{run[0].translate(_UNSHIFTED)}}}", text)
     return shifted.translate(_PLAIN)
+
+
+def joined_thousands(text: str) -> str:
+    """Removes TeX's signs and spaces between groups of three digits.
+
+    >>> joined_thousands("9{,}500 and 10\\\\,000 and 1 000 000")
+    '9500 and 10000 and 1000000'
+    """
+    return _THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
 
 
 def value(numeral: str) -> Fraction:
