@@ -82,7 +82,7 @@ class EnvironmentConfig(Section, at="environment"):
     Environments from other libraries have the forms `trl:PLACE:Class` (`trl:PLACE:Class+function` with a reward function), `skyrl_gym:ID` or `skyrl_gym:PLACE:Class`, `openenv:URL`, and
     `tinker:PLACE:Builder`. PLACE is a module or a file. An environment replaces the graders in `reward`. If empty, a response is a single turn, and graders supply the rewards.
     `agent:FILE.py:FUNCTION` and `command:PROGRAM ARGS` are agents: an async function or a program that sends the policy requests in OpenAI's chat format. If an agent gives no reward,
-    `reward.grader` grades the last answer, unless it has its default value."""
+    `reward.grader` grades the last answer, unless it has its default value. `verifiers:NAME` runs the rollouts of an environment of verifiers 0.4."""
     max_turns: int = key(8, range=SIZE, aliases="max_turns_per_episode max_assistant_turns")
     """Maximum number of turns per episode. Longer episodes are truncated."""
     turn_tokens: int = key(0)
@@ -110,7 +110,7 @@ class EnvironmentConfig(Section, at="environment"):
     @property
     def is_agent(self) -> bool:
         """Whether the environment is an agent that owns its loop."""
-        return self.source.startswith(("agent:", "command:"))
+        return self.source.startswith(("agent:", "command:", "verifiers:"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ Builders write array_record files, which are loaded with `as_data_source`, becau
 
 A reasoning-gym task generates question i from the seed `seed + i`, so splits with similar seeds would share nearly all questions.
 Therefore the splits are two ranges of the same sequence, with the test split first. Repeated questions are removed, and
-the train split has no questions from the test split.
+the train split has no questions from the test split. Tasks of verifiers are split in the same way.
 """
 
 import contextlib
@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 from dapo_jax.data import builders
 from dapo_jax.data.files import KINDS, Files
 from dapo_jax.data.rows import LoadedRows
+from dapo_jax.data.verifiers_tasks import verifiers_rows
 from dapo_jax.hints import did_you_mean, needing
 
 if TYPE_CHECKING:
     from dapo_jax.data.own_builder import OwnBuilder
 
-PREFIX = "reasoning_gym:"
+GENERATED = ("reasoning_gym:", "verifiers:")
+"""Prefixes of datasets that another package generates."""
 _TRIES = 4
 """Questions repeat, so up to this many are generated for each question needed. If too many repeat, a split is smaller than requested."""
 _OURS: dict[str, Any] = {"seed": 0, "train_questions": 4096, "test_questions": 256}
@@ -58,7 +60,7 @@ def load_rows(
     reasoning-gym task are generated at every call, and the same options always generate the same questions.
 
     Args:
-        source_name: a module of `dapo_jax.data.builders`, `reasoning_gym:TASK`, or a file or folder for the builder `jsonl`.
+        source_name: a module of `dapo_jax.data.builders`, `reasoning_gym:TASK`, `verifiers:NAME`, or a file or folder for the builder `jsonl`.
         split: a split such as `train`, or a part of it, such as `train[:100]`.
         data_dir: folder for prepared datasets. Defaults to `prepared_folder()`.
         options: options for a reasoning-gym task (see `reasoning_gym_rows`), or for the builder `jsonl`.
@@ -72,10 +74,12 @@ def load_rows(
             A message about a bad row contains the row's position.
         RuntimeError: the dataset cannot be written to `data_dir`.
     """
-    if source_name.startswith(PREFIX):
+    if source_name.startswith(GENERATED):
         if path:
             raise ValueError(f"dataset {source_name!r} does not read a file; remove data.path={path!r}")
-        return LoadedRows(reasoning_gym_rows(source_name.removeprefix(PREFIX), split, options))
+        kind, _, name = source_name.partition(":")
+        make = reasoning_gym_rows if kind == "reasoning_gym" else verifiers_task_rows
+        return LoadedRows(make(name, split, options))
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
     builder = _prepared(source_name, data_dir or prepared_folder(), files)
     splits, count = builder.info.splits, 0
@@ -101,7 +105,7 @@ def dataset_splits(
     **reading: Any,
 ) -> list[str]:
     """Returns the names of a dataset's splits. Prepares the dataset first if necessary. The arguments and errors are the same as in `load_rows`."""
-    if source_name.startswith(PREFIX):
+    if source_name.startswith(GENERATED):
         return ["test", "train"]
     return sorted(_prepared(source_name, prepared_folder(), Files(options=options, **reading)).info.splits)
 
@@ -196,21 +200,11 @@ def reasoning_gym_rows(task: str, split: str, options: Mapping[str, Any]) -> lis
 
     Raises ValueError if the extra is not installed, the task, the split or an option is invalid, or there are too few questions.
     """
-    matched = _SPLIT.fullmatch(split)
-    if not matched:
-        raise ValueError(f"no split {split!r}; the splits are train and test, or parts such as train[:100]")
-    ours = _OURS | {name: value for name, value in options.items() if name in _OURS}
-    for name, value in ours.items():
-        least = 0 if name == "seed" else 1
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(
-                f"data.source_options.{name} must be a whole number of at least {least}; got {value!r}"
-            )
-    train, test = ours["train_questions"], ours["test_questions"]
+    is_train, limit, (seed, train, test) = _part(split, options)
     theirs = {name: value for name, value in options.items() if name not in _OURS}
-    dataset = _dataset(task, seed=ours["seed"], size=_TRIES * (train + test), options=theirs)
+    dataset = _dataset(task, seed=seed, size=_TRIES * (train + test), options=theirs)
     entries = held_out = _distinct(dataset, range(_TRIES * test), wanted=test, without=set())
-    if matched[1] == "train":
+    if is_train:
         numbers = range(_TRIES * test, _TRIES * (test + train))
         entries = _distinct(dataset, numbers, wanted=train, without=set(held_out))
     if not entries:
@@ -222,7 +216,41 @@ def reasoning_gym_rows(task: str, split: str, options: Mapping[str, Any]) -> lis
         {"prompt": text, "answer": str(entry["answer"]), "task": task, "options": theirs, "entry": entry}
         for text, entry in entries.items()
     ]
-    return rows[: int(matched[2])] if matched[2] else rows
+    return rows[:limit]
+
+
+def _part(split: str, options: Mapping[str, Any]) -> tuple[bool, int | None, list[int]]:
+    """Returns whether a split is the train split, its maximum number of rows, and our own options: the seed, and the numbers of train and test questions."""
+    matched = _SPLIT.fullmatch(split)
+    if not matched:
+        raise ValueError(f"no split {split!r}; the splits are train and test, or parts such as train[:100]")
+    ours = _OURS | {name: value for name, value in options.items() if name in _OURS}
+    for name, value in ours.items():
+        least = 0 if name == "seed" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(
+                f"data.source_options.{name} must be a whole number of at least {least}; got {value!r}"
+            )
+    return matched[1] == "train", int(matched[2]) if matched[2] else None, [*ours.values()]
+
+
+def verifiers_task_rows(place: str, split: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the tasks of a verifiers environment as rows. The split `test` has the first `test_questions` tasks, and `train` the next `train_questions` tasks.
+
+    For the options, see `reasoning_gym_rows`. Raises ValueError if the environment, the split or an option is invalid, or the split has no tasks.
+    """
+    is_train, limit, (_, train, test) = _part(split, options)
+    if other := sorted({*options} - {"train_questions", "test_questions"}):
+        raise ValueError(
+            f"verifiers:{place} has no data.source_options.{other[0]}; write options of a taskset in a TOML file: verifiers:FILE.toml"
+        )
+    rows = verifiers_rows(place, train + test)
+    part = rows[test:] if is_train else rows[:test]
+    if not part:
+        raise ValueError(
+            f"verifiers:{place} has only {len(rows)} tasks, and all are in the test split; lower data.source_options.test_questions"
+        )
+    return part[:limit]
 
 
 def _dataset(task: str, *, seed: int, size: int, options: Mapping[str, Any]) -> Any:

@@ -55,7 +55,7 @@ ADAPTERS: dict[str, Callable[[str], Any]] = {
 """Maps a prefix of `environment.source` to an environment class. The class is instantiated with the text after the first colon."""
 
 
-AGENTS = ("agent", "command")
+AGENTS = ("agent", "command", "verifiers")
 """Prefixes of sources that are agents: programs that request answers from the policy, and own their loop. Their module is imported only for them."""
 
 
@@ -72,8 +72,10 @@ def load_environment(source: str, **options: Any) -> Environment:
         return ADAPTERS[kind](rest)
     if kind in AGENTS:
         with needing("http", "the server of agents needs aiohttp and msgspec"):
+            from dapo_jax.environments.adapters.verifiers import VerifiersEnvironment
             from dapo_jax.environments.agents.environment import AgentEnvironment
-        return AgentEnvironment(kind, rest, **options)
+        agents = VerifiersEnvironment if kind == "verifiers" else AgentEnvironment
+        return agents(kind, rest, **options)
     try:
         make = ENVIRONMENTS.get(source) or load_function(source)
     except ValueError as error:

@@ -69,7 +69,7 @@ _ACCURACIES = (
 _REWARDS = (
     _panel("Learning", "Reward", "", {"reward/mean": "mean", "reward/std": "standard deviation"}, help="Mean and spread of the rewards that responses receive, with the overlong penalty."),
     _panel("Learning", "Overlong penalty", "", {"reward/overlong_penalty": "mean"}, help="Mean penalty for responses near the length limit; it should return to 0."),
-    _panel("Learning", "Reward parts", "", {r"reward/parts/(.+)": r"\1"}, help="Mean of each grader's score or of each metric that an environment reports."),
+    _panel("Learning", "Reward parts", "", {r"reward/parts/(?!agent_)(.+)": r"\1"}, help="Mean of each grader's score or of each metric that an environment reports."),
 )  # fmt: skip
 _HELD_OUT_REWARD = _panel("Learning", "Held-out reward", "", {r"eval/(.+)/reward": r"\1"}, help="Mean reward on problems that are never trained on.")  # fmt: skip
 _DIFFER = "rollout/scores_differ_frac"
@@ -97,6 +97,8 @@ PANELS = (
     _panel("Responses", "Responses without a verdict", "responses", {
         "reward/lost": "no verdict", "reward/nonfinite": "score not finite",
     }, **_QUIET, help="Responses whose grader or environment failed; they count as wrong."),
+    _panel("Responses", "Requests of agents", "per episode", {r"reward/parts/agent_(requests|contexts|tool_calls)": r"\1"}, help="Requests that an agent sends in an episode; with more than one context, an episode has several training sequences."),
+    _panel("Responses", "Irregular requests of agents", "per episode", {r"reward/parts/agent_(retries|parallel|undelivered|late|unparsed_calls)": r"\1"}, **_QUIET, help="Requests that were repeated, overlapped or came after the end, answers that nobody received, and calls that stayed a text."),
     _BY_VERDICT,
     _panel("Dynamic sampling", "Distinct responses", "share", {
         "rollout/distinct_frac": "distinct", "rollout/distinct_expected_frac": "distinct, if independent", "rollout/copies_frac": "copies",

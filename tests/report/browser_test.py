@@ -166,9 +166,18 @@ def episode(*parts):
     return found | {"response": text, "response_token_ids": ids, "logprobs": logprobs, "ratios": ratios}
 
 
-def opened_episode(shown, folder, *parts, **how):
-    run = write_run(folder / "run", steps=1, **how)
-    write_rollouts(run, 1, [rollout_line(1, 0, 0, rng=random.Random(0), correct=True, **episode(*parts))])
+def test_a_turn_outside_the_loss_is_named_and_shaded_as_the_environment(shown, tmp_path):
+    opened_episode(shown, tmp_path, ("turn", "31", 0.0), ("context", "go"), ("turn", "4", 1.5), forgotten=[0])
+    assert shown.texts(".response .since") == [
+        "turn 1, outside the loss, reward +0.00", "new context, in place of all before", "turn 2, reward +1.50"
+    ]  # fmt: skip
+    assert [kind == "environment" for kind in shown.kinds()] == [True] * 5 + [False] * 2
+    assert "turns outside the loss: 1" in shown.texts(".response .fact")
+
+
+def opened_episode(shown, folder, *parts, forgotten=(), **how):
+    run, found = write_run(folder / "run", steps=1, **how), {**episode(*parts), "forgotten": forgotten}
+    write_rollouts(run, 1, [rollout_line(1, 0, 0, rng=random.Random(0), correct=True, **found)])
     opened(shown.driver, report(run).save(folder / "page.html"))
     shown.click("#tab-rollouts")
 

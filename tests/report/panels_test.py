@@ -39,6 +39,17 @@ def test_every_metric_of_a_real_run_is_drawn_once():
     assert zero == ["Skipped updates"]
 
 
+def test_metrics_of_agents_have_panels_of_their_own():
+    names = ("requests", "contexts", "tool_calls", "retries", "late")
+    line = {"step": 1, "reward/parts/found": 0.5} | {f"reward/parts/agent_{name}": 1.0 for name in names}
+    panels, _ = panels_of([table(line)])
+    assert {panel.title: sorted(series.label for series in panel.series) for panel in panels} == {
+        "Reward parts": ["found"],
+        "Requests of agents": ["contexts", "requests", "tool_calls"],
+        "Irregular requests of agents": ["late", "retries"],
+    }
+
+
 def test_patterns_name_metrics_that_runs_write():
     """A metric that was renamed would silently lose its panel. `metrics_page_test.py` compares the page with a run; `REST` is computed."""
     page = (ROOT / "docs" / "metrics.md").read_text()

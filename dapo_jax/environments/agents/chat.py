@@ -88,7 +88,8 @@ class Conversations:
         preferred, then the latest. Returns (None, 0) if they continue no conversation."""
         best, most = None, 1
         for number, parts in enumerate(self._turns):
-            if most <= len(parts) < len(keys) and all(map(_contains, parts, keys)):
+            is_longer = most <= len(parts) < len(keys)
+            if is_longer and all(key in part for part, key in zip(parts, keys, strict=False)):
                 best, most = number, len(parts)
         return best, most - 1
 
@@ -97,10 +98,6 @@ class Conversations:
         after, _ = self.extended(keys)
         known = () if after is None else self._turns[after]
         self._turns.append((*known, *({key} for key in keys[len(known) :]), answer.keys))
-
-
-def _contains(part: Collection[bytes], key: bytes) -> bool:
-    return key in part
 
 
 class Answer:

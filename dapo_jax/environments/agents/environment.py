@@ -36,22 +36,29 @@ class AgentEnvironment:
 
         `stop` are the stop strings of the run. For `variables` and `history`, see the section `environment` of the configuration.
         """
-        is_command = kind == "command"
-        self.play: Play = (
-            partial(run_command, command_words(name), variables) if is_command else load_function(name)
-        )
-        if not is_async(self.play):
+        self.play = self._loaded(kind, name, variables)
+        self.appends, self._starting = history == "append", asyncio.Lock()
+        self.server = AgentServer(f"{kind}:{name}", stop)
+
+    def _loaded(self, kind: str, name: str, variables: Sequence[str]) -> Play:
+        """Returns the function that runs an agent. Raises ValueError if it cannot be loaded."""
+        if kind == "command":
+            return partial(run_command, command_words(name), variables)
+        if not is_async(play := load_function(name)):
             raise ValueError(
                 f"agent:{name} must be `async def {name.rpartition(':')[2]}(client_url, key, task)`"
             )
-        self.appends, self._starting = history == "append", asyncio.Lock()
-        self.server = AgentServer(f"{kind}:{name}", stop)
+        return play
+
+    async def _start(self) -> None:
+        """Starts the server before the first episode."""
+        await self.server.start()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "AgentEpisode":
         """Creates the episode for a response. The agent receives the row, and the seed as its field `seed`."""
         async with self._starting:
             if not self.server.url:
-                await self.server.start()
+                await self._start()
         server, key = self.server, self.server.key()
         agent = partial(self.play, server.url, key, {"seed": seed, **row})
         episode = AgentEpisode(agent, appends=self.appends, on_end=partial(server.close, key))

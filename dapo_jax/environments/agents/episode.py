@@ -35,8 +35,8 @@ _COUNTS = (
 class Asked:
     """A request that waits for the policy's answer or has received it. Retries of the request receive the same answer."""
 
-    def __init__(self, request: ChatRequest) -> None:
-        self.request = request
+    def __init__(self, request: ChatRequest, *, trained: bool) -> None:
+        self.request, self.trained = request, trained
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.connections = 0
         """Number of open connections that wait for the answer."""
@@ -56,12 +56,6 @@ class Asked:
             self.connections -= 1
             if self.delivered or not self.connections:
                 self.settled.set()
-
-    def refuse(self, error: RequestError) -> None:
-        """Answers with an error, unless there is an answer."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
-            self.answer.exception()  # asyncio would log an error that no connection retrieves
 
 
 def episode_over() -> RequestError:
@@ -89,6 +83,8 @@ class AgentEpisode:
         self._reward: Step | None = None
         self._refusal: RequestError | None = None
         """The error for all further requests, once the episode is over or cut off."""
+        self.on_refusal: Callable[[RequestError], None] = lambda error: None
+        """Called with the error of a request, before it is refused because the episode is over or cut off."""
         self._agent: asyncio.Task[tuple[Any, BaseException | None]] | None = None
 
     async def start(self) -> Context:
@@ -126,15 +122,17 @@ class AgentEpisode:
         if self._agent is not None:
             await asyncio.wait([self._agent], timeout=_CLOSING_S)
 
-    def ask(self, request: ChatRequest, *, retried: bool) -> Asked:
-        """Accepts a request. A retry of an earlier request receives its answer. Raises RequestError if the episode is over or cut off."""
+    def ask(self, request: ChatRequest, *, retried: bool, trained: bool) -> Asked:
+        """Accepts a request. A retry of an earlier request receives its answer. If not `trained`, the answer stays out of the loss. Raises RequestError if the episode
+        is over or cut off."""
         if self._refusal is not None:
+            self.on_refusal(self._refusal)
             raise self._refusal
         known = self._asked.get(request.digest)
         if known is not None and (retried or not (known.connections or known.delivered)):
             self._counts["retries"] += 1
             return known
-        asked = self._asked[request.digest] = Asked(request)
+        asked = self._asked[request.digest] = Asked(request, trained=trained)
         busy = self._waiting or (self._current is not None and not self._current.answer.done())
         self._counts["parallel"] += bool(busy)
         self._waiting.append(asked)
@@ -159,8 +157,9 @@ class AgentEpisode:
         except asyncio.CancelledError:  # no request within the time limit
             self._end()
             raise
-        forget = answered is not None and not answered.delivered
-        self._counts["undelivered"] += forget
+        lost = answered is not None and not answered.delivered
+        forget = lost or (answered is not None and not answered.trained)
+        self._counts["undelivered"] += lost
         if asked is None:
             return self._last_step(forget=forget)
         self._current, request, number = asked, asked.request, self._counts["requests"]
@@ -207,7 +206,10 @@ class AgentEpisode:
     def _refuse(self, error: RequestError) -> None:
         self._refusal = error
         for asked in (*self._waiting, *([self._current] if self._current else ())):
-            asked.refuse(error)
+            if not asked.answer.done():
+                self.on_refusal(error)
+                asked.answer.set_exception(error)
+                asked.answer.exception()  # asyncio would log an error that no connection retrieves
 
 
 def reward_of(value: object) -> Step:

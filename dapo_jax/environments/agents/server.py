@@ -78,17 +78,27 @@ class AgentServer:
         late, self._late = self._late, 0
         return late
 
-    def _episode(self, request: web.Request) -> AgentEpisode:
-        """Returns the episode of the request's key. Raises RequestError if the key is wrong, or the episode is over."""
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        number, key = key.partition("-")[0], key.strip().encode("utf-8", "replace")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key, self._signed(number).encode()):
-            text = "the Authorization header must be `Bearer KEY` with the key of an episode"
-            raise RequestError(text, status=401, code="invalid_api_key")
-        if (episode := self._episodes.get(key.decode())) is None:
+    def episode(self, key: str) -> AgentEpisode:
+        """Returns the episode of a key. Raises RequestError if the episode is over, or has never begun."""
+        if (episode := self._episodes.get(key)) is None:
             self._late += 1
             raise episode_over()
         return episode
+
+    def _asking(self, request: web.Request) -> tuple[AgentEpisode, bool]:
+        """Returns the episode of the request's key, and whether its answer is trained. Raises RequestError if the key is wrong, or the episode is over.
+
+        An agent that serves several episodes with one client has the key in the header X-Session-ID. The key may end with `.` and a name. If the name
+        begins with `frozen`, the answer stays out of the loss.
+        """
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        for given in (bearer if scheme.lower() == "bearer" else "", request.headers.get("X-Session-ID", "")):
+            key, _, name = given.strip().partition(".")
+            signed = self._signed(key.partition("-")[0]).encode()
+            if hmac.compare_digest(key.encode("utf-8", "replace"), signed):
+                return self.episode(key), not name.startswith("frozen")
+        text = "the Authorization header must be `Bearer KEY` with the key of an episode"
+        raise RequestError(text, status=401, code="invalid_api_key")
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
@@ -109,25 +119,26 @@ class AgentServer:
             return _json(error_object(RequestError(text, code="not_found")), error.status)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._episode(request)
+        self._asking(request)
         return _json(
             {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "dapo_jax"}]}
         )
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        self._episode(request).post(json_of(await read_body(request)))
+        episode, _ = self._asking(request)
+        episode.post(json_of(await read_body(request)))
         return _json({"accepted": True})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         """Passes a request to its episode, and sends the answer when the policy has sampled it."""
-        episode = self._episode(request)
+        episode, trained = self._asking(request)
         asked = ChatRequest(await read_body(request), self._stop)
         for field in sorted(asked.overridden - self._noted):
             text = f"environment {self._name}: requests set {field}, which the settings of the run replace"
             print(text, file=sys.stderr, flush=True)
         self._noted |= asked.overridden
         retried = request.headers.get("x-stainless-retry-count", "0") != "0"
-        waiting = episode.ask(asked, retried=retried)
+        waiting = episode.ask(asked, retried=retried, trained=trained)
         with waiting.connection():
             response = await (_streamed if asked.body.stream else _whole)(request, waiting)
             waiting.delivered = True

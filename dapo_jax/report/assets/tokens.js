@@ -96,9 +96,10 @@ function shares(parts) {
   return (part) => (part.turn >= 0 ? ofTurn : ofOther);
 }
 
-/** Returns the CSS class for the shade of a piece. p0 is the least probable. */
+/** Returns the CSS class for the shade of a piece. p0 is the least probable. Tokens outside the loss are shaded as the environment's. */
 function shadeOf(response, piece, shading) {
-  if (turnAt(response, piece.from) === -1) return "environment";
+  const turn = turnAt(response, piece.from);
+  if (turn === -1 || response.forgotten?.includes(turn)) return "environment";
   if (shading === "probability") {
     const probability = probabilityOf(response, piece);
     if (probability === null) return "unknown";
@@ -212,8 +213,9 @@ function nameOf(response, turn, context) {
     return el("small", { class: "since" }, replaced ? `new context, in place of ${replaced}` : "environment");
   }
   const reward = response.turns[turn][2];
-  if (reward === null) return el("small", { class: "since" }, `turn ${turn + 1}`);
-  return el("small", { class: "since" }, `turn ${turn + 1}, reward `, el("b", { class: reward > 0 ? "good" : reward < 0 ? "bad" : "" }, signed(reward)));
+  const named = `turn ${turn + 1}${response.forgotten?.includes(turn) ? ", outside the loss" : ""}`;
+  if (reward === null) return el("small", { class: "since" }, named);
+  return el("small", { class: "since" }, `${named}, reward `, el("b", { class: reward > 0 ? "good" : reward < 0 ? "bad" : "" }, signed(reward)));
 }
 
 /** Returns the lines of the hint for a piece. */
