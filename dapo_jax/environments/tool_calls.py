@@ -21,7 +21,8 @@ MOST_CALLS = 16
 
 _ENDS = {
     "<tool_call>": "</tool_call>", "<tool_calls>": "</tool_calls>", "<|tool_call|>": "<|/tool_call|>", "<function=": "</function>",
-    "<function_calls>": "</function_calls>", "<start_function_call>": "<end_function_call>", "[TOOL_CALLS]": "", "<|python_tag|>": "",
+    "<function_calls>": "</function_calls>", "<start_function_call>": "<end_function_call>", "<|tool_call>": "<tool_call|>",
+    "<｜tool▁call▁begin｜>": "<｜tool▁call▁end｜>", "<TOOLCALL>": "</TOOLCALL>", "[TOOL_CALLS]": "", "<|python_tag|>": "",
 }  # fmt: skip
 """The marks before and after calls. Without a mark after them, calls end with the text."""
 _MARKED = rf"(?!<tool_call>\s*<function=|<tool_calls>\s*<tool_call>)(?:{'|'.join(map(re.escape, _ENDS))})"
@@ -30,11 +31,18 @@ _HEADER = r"(?:<\|channel\|>\w++)?\s*+(?:<\|constrain\|>)?\w*+<\|message\|>"
 _UNMARKED = (
     rf'\Afunctools(?=\[)|(?s:\A(?=\{{.*"name")(?=.*"parameters"))|\bto=functions\.(?=[\w.-]++{_HEADER})'
 )
+_QUOTES = {"<start_function_call>": "<escape>", "<|tool_call>": '<|"|>'}
+"""The mark before and after a text in the calls of FunctionGemma and Gemma 4."""
 _NAME = re.compile(
-    r"[\s;,`]*+(?:\[TOOL_CALLS\])?(?:(?:call:)?([\w.-]++)(?:\[CALL_ID\]\w++)?(?:\[ARGS\])?"
+    r"[\s;,`]*+(?:\[TOOL_CALLS\])?(?:(?:call:|function<｜tool▁sep｜>)?([\w.-]++)(?:\[CALL_ID\]\w++)?(?:\[ARGS\]|<｜tool▁sep｜>)?"
     rf"(?:{_HEADER})?\s*+(?:```json)?\s*+(?=\{{))?\s*+"
 )
 """Matches the name before an object with arguments, if there is one, and the characters around the name."""
+_NAME_AND_TAGS = re.compile(r"\s*+([A-Za-z_][\w.-]*+)\s*+(?:(<arg_key>)|</tool_call>)")
+_WRAPPER = re.compile(
+    r"\s*(?:<(?:seed:)?tool_calls?>|<｜tool▁calls▁begin｜>|<\|start\|>assistant(?:<\|channel\|>commentary)?)?\s*\Z"
+)
+"""Matches a mark that begins the calls, before the mark of the first call."""
 _ERRORS = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 
 
@@ -85,7 +93,7 @@ def text_before_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> str
     """Returns the text of a turn before its first call, without thoughts. For the arguments, see `tool_calls`."""
     answer = without_thoughts(text).strip()
     mark = _marks([tool["function"]["name"] for tool in tools]).search(answer)
-    return answer[: mark.start()].rstrip() if mark else answer
+    return _WRAPPER.sub("", answer[: mark.start()]) if mark else answer
 
 
 def _marks(known: Iterable[str]) -> re.Pattern[str]:
@@ -97,18 +105,24 @@ def _marks(known: Iterable[str]) -> re.Pattern[str]:
 def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list[ToolCall], int]:
     """Returns the calls after `mark`, which ends at `at`, and the index where they end. Raises one of `_ERRORS`."""
     calls: list[ToolCall] = []
-    if mark in ("<function=", "<function_calls>", "<start_function_call>"):
+    tagged = mark == "<tool_call>" and _NAME_AND_TAGS.match(text, at)
+    if tagged or mark in ("<function=", "<function_calls>", *_QUOTES):
         # A parameter may contain the end mark as text.
-        before = r"</parameter>\s*" if re.compile(r"[^<>]*>\s*<parameter=").match(text, at) else ""
-        last = re.compile(rf"(?={before}{_ENDS[mark]})(?:</parameter>)?").search(text, at)
+        tag = "</arg_value>" if tagged else "</parameter>"
+        opened = (tagged and tagged[2]) or re.compile(r"[^<>]*>\s*<parameter=").match(text, at)
+        before = rf"{tag}\s*" if opened else ""
+        last = re.compile(rf"(?={before}{re.escape(_ENDS[mark])})(?:{tag})?").search(text, at)
         if last is None:
             raise ValueError(f"it has no {_ENDS[mark]}")
         end, content = last.end(), text[at : last.end()].strip()
+        if tagged:
+            return [_glm_tags(content, known)], end
         if mark == "<function=":
             return [_qwen_parameter_tags(content, known)], end
         if mark == "<function_calls>":
             return _expressions(content), end
-        text_or_key = r"(?s:<escape>(.*?)<escape>)|(?<=[{,])([\w.-]+)(?=:)"
+        quote = re.escape(_QUOTES[mark])
+        text_or_key = rf"(?s:{quote}(.*?){quote})|(?<=[{{,])([\w.-]+)(?=:)"
         content = re.sub(text_or_key, lambda part: json.dumps(part[2] or part[1]), content)
         return _read(content, 0, "", known)[0], end
     while len(calls) <= MOST_CALLS and (named := _NAME.match(text, at)):
@@ -143,13 +157,30 @@ def _qwen_parameter_tags(content: str, known: Mapping[str, Any]) -> ToolCall:
         value, ended, after = rest.rpartition("</parameter>")
         if not ended or after.strip():
             raise ValueError("it must be <function=NAME><parameter=KEY>VALUE</parameter></function>")
-        arguments[key] = value[1:].removesuffix("\n") if value.startswith("\n") else value
-        with suppress(*_ERRORS):
-            typed = _value(arguments[key])
-            schema = known.get(name, {}).get("properties", {}).get(key, {})
-            if not isinstance(typed, str) and not misfit(typed, schema, key):
-                arguments[key] = typed
+        value = value[1:].removesuffix("\n") if value.startswith("\n") else value
+        arguments[key] = _fitting(value, known.get(name, {}), key)
     return ToolCall(name, arguments)
+
+
+def _glm_tags(content: str, known: Mapping[str, Any]) -> ToolCall:
+    """Reads `NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...`, as GLM 4.5 and later models write it, with values as in `_qwen_parameter_tags`."""
+    name, *parts = content.split("<arg_key>")
+    arguments: dict[str, Any] = {}
+    for part in parts:
+        match = re.fullmatch(r"([^<>]*)</arg_key>\s*<arg_value>(.*)</arg_value>\s*", part, re.DOTALL)
+        if match is None:
+            raise ValueError("it must be NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
+        arguments[match[1]] = _fitting(match[2], known.get(name.strip(), {}), match[1])
+    return ToolCall(name.strip(), arguments)
+
+
+def _fitting(text: str, schema: Mapping[str, Any], key: str) -> Any:
+    """Returns the value that `text` spells if it is not a text and fits argument `key` of the tool's schema. Otherwise returns `text`."""
+    with suppress(*_ERRORS):
+        typed = _value(text)
+        if not isinstance(typed, str) and not misfit(typed, schema.get("properties", {}).get(key, {}), key):
+            return typed
+    return text
 
 
 def _expressions(content: str) -> list[ToolCall]:

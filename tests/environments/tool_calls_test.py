@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dapo_jax.environments.tool_calls import MOST_CALLS, BrokenCall, ToolCall, tool_calls
+from dapo_jax.environments.tool_calls import MOST_CALLS, BrokenCall, ToolCall, text_before_calls, tool_calls
 from dapo_jax.environments.tool_schemas import schema_of
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.messages import canonical_messages
@@ -68,6 +68,15 @@ NAMED_BLOCK = "<tool_call>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```
 SPELLED = (
     "{% for k, v in f.arguments.items() %}<parameter={{ k }}>VALUE</parameter>\n{% endfor %}</function>\n"
 )
+TAGS = (
+    "{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>NEXT<arg_value>"
+    "{{ v if v is string else v | tojson }}</arg_value>NEXT{% endfor %}"
+)
+BARE_KEYS = (
+    "{% macro w(v) %}{% if v is string %}QUOTE{{ v }}QUOTE{% elif v is mapping %}{{ '{' }}"
+    "{% for k, x in v.items() %}{{ k }}:{{ w(x) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% elif v is sequence %}["
+    "{% for x in v %}{{ w(x) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+)
 FAMILIES = {
     "qwen2.5, qwen3, smollm3, granite 4, exaone 4, ernie 4.5": ("", "<tool_call>\n" + JSON_CALL + "\n</tool_call>", "\n", ""),
     "qwen3.5": ("", "<tool_call>\n<function={{ f.name }}>\n" + SPELLED.replace("VALUE",
@@ -86,15 +95,19 @@ FAMILIES = {
     "hunyuan": ("<tool_calls>\n", NAMED_BLOCK, "", "</tool_calls>"),
     "hunyuan a13b": ("<tool_calls>[", JSON_CALL, ", ", "]</tool_calls>"),
     "glm 4": ("", "{{ f.name }}\n{{ f.arguments | tojson }}", None, ""),
+    "glm 4.5": ("", "<tool_call>{{ f.name }}\n" + TAGS.replace("NEXT", "\n") + "</tool_call>", "\n", ""),
+    "glm 4.7": ("", "<tool_call>{{ f.name }}" + TAGS.replace("NEXT", "") + "</tool_call>", "", ""),
+    "deepseek v3, r1": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```<｜tool▁call▁end｜>",
+        "\n", "<｜tool▁calls▁end｜>"),
+    "deepseek v3.1": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}<｜tool▁call▁end｜>", "", "<｜tool▁calls▁end｜>"),
+    "nemotron nano 2": ("<TOOLCALL>[", JSON_CALL, ", ", "]</TOOLCALL>"),
     "olmo 3": ("<function_calls>\n", "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
                "{{ ', ' if not loop.last }}{% endfor %})", "\n", "\n</function_calls>"),
     "gpt-oss": ("", "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>", "", ""),
     "gpt-oss as it writes": ("<|channel|>analysis<|message|>to=functions.find is<|end|>", "<|start|>assistant<|channel|>commentary to=functions.{{ f.name }} "
         "<|constrain|>json<|message|>{{ f.arguments | tojson }}<|call|>", "", ""),
-    "functiongemma": ("", "{% macro w(v) %}{% if v is string %}<escape>{{ v }}<escape>{% elif v is mapping %}{{ '{' }}"
-        "{% for k, x in v.items() %}{{ k }}:{{ w(x) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% elif v is sequence %}["
-        "{% for x in v %}{{ w(x) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
-        "<start_function_call>call:{{ f.name }}{{ w(f.arguments) }}<end_function_call>", "", ""),
+    "functiongemma": ("", BARE_KEYS.replace("QUOTE", "<escape>") + "<start_function_call>call:{{ f.name }}{{ w(f.arguments) }}<end_function_call>", "", ""),
+    "gemma 4": ("", BARE_KEYS.replace("QUOTE", '<|"|>') + "<|tool_call>call:{{ f.name }}{{ w(f.arguments) }}<tool_call|>", "", ""),
 }  # fmt: skip
 """Our own templates with the call formats of the families' templates: begin, one call, separator (None: one call at most) and end."""
 
@@ -136,6 +149,16 @@ def test_a_call_that_the_template_of_a_family_writes_is_read_back(family):
         assert tool_calls(written(family, [{"name": "now", "arguments": {}}]) + end, TOOLS) == [NOW]
 
 
+WHOLE_TURNS = {"llama 3", "phi 4 mini without special tokens", "glm 4", "gpt-oss as it writes"}
+"""Families whose calls have no mark before them, so a text before the call makes the turn an answer, and one whose turn begins with thoughts."""
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - WHOLE_TURNS))
+def test_the_text_before_a_call_has_no_mark(family):
+    turn = "I look.\n" + written(family, [{"name": "now", "arguments": {}}])
+    assert text_before_calls(turn, TOOLS) == "I look."
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cut_call_is_broken_or_absent_and_never_another_call(family):
     """A turn may end at any character. A prefix may hold the whole call without its end mark."""
@@ -147,6 +170,9 @@ def test_a_cut_call_is_broken_or_absent_and_never_another_call(family):
 
 
 def test_a_spelled_value_may_contain_the_marks():
+    for value in ["</tool_call>", "a</arg_value>b", "</arg_key> c", "<tool_call>now"]:
+        turn = f"<tool_call>find<arg_key>city</arg_key><arg_value>{value}</arg_value></tool_call>"
+        assert tool_calls(turn * 2, TOOLS) == [ToolCall("find", {"city": value})] * 2
     for value in ["</function>", "a</parameter>b", "</tool_call>\n</function> c", "<tool_call>"]:
         turn = f"<tool_call>\n<function=find>\n<parameter=city>\n{value}\n</parameter>\n</function>\n"
         assert tool_calls(f"{turn}</tool_call>" * 2, TOOLS) == [ToolCall("find", {"city": value})] * 2
@@ -200,6 +226,13 @@ def test_an_argument_may_contain_the_marks():
         ("<tool_call>" + "9" * 10_000 + "</tool_call>", "4300 digits|does not fit"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "too deep"),
         ("<|python_tag|>print(1)", "not JSON"),
+        ("<tool_call>f<arg_key>a</arg_key>1</tool_call>", "has no </tool_call>"),
+        (
+            "<tool_call>f<arg_key>a</arg_key>1</arg_value></tool_call>",
+            "NAME<arg_key>KEY</arg_key><arg_value>VALUE",
+        ),
+        ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>1<｜tool▁call▁end｜>", "not JSON"),
+        ("<|tool_call>call:f{a:<tool_call|>", "not JSON"),
         ("<tool_call><function=f><parameter=a>1</function></tool_call>", "has no </function>"),
         ("<function=f><parameter=a>1</parameter>", "has no </function>"),
         ("<function=f>now</function>", "not JSON"),
@@ -225,7 +258,17 @@ def test_a_malformed_call_is_a_broken_call_with_the_reason(text, reason):
 
 @pytest.mark.parametrize(
     "mark",
-    ["<tool_call>", "<function=f>", "[TOOL_CALLS]", "<start_function_call>call:f{", "<function_calls>f(", ""],
+    [
+        "<tool_call>",
+        "<tool_call>f<arg_key>",
+        "<|tool_call>call:f{",
+        "<｜tool▁call▁begin｜>",
+        "<function=f>",
+        "[TOOL_CALLS]",
+        "<start_function_call>call:f{",
+        "<function_calls>f(",
+        "",
+    ],
 )
 @pytest.mark.parametrize(
     "filler",
@@ -239,6 +282,8 @@ def test_a_malformed_call_is_a_broken_call_with_the_reason(text, reason):
             "(",
             "<parameter=a>",
             "<escape>",
+            '<|"|>',
+            "</arg_value>",
             "[TOOL_CALLS]",
             "<tool_call>",
             "```json",
