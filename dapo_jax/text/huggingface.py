@@ -26,6 +26,7 @@ from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.plain_json import read_object
 from dapo_jax.text.special_tokens import FIRST_GUARD, Before, Guards
+from dapo_jax.text.thoughts import marks_in
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
@@ -75,7 +76,9 @@ class HuggingFaceTokenizer:
         with self._library("cannot be loaded by"):
             content = self.files[_TOKENIZER].decode("utf-8")
             kept = [t for t in added if t["id"] < rows or not t["special"] or t["content"] in needed_text]
-            if len(kept) < len(added):
+            marks = marks_in([t["content"] for t in added])
+            kept = [{**t, "special": False} if t["content"] in marks else t for t in kept]
+            if kept != added:
                 content = json.dumps({**described, "added_tokens": kept})
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         if dropout := getattr(self._tokenizer.model, "dropout", None):
@@ -212,7 +215,7 @@ class HuggingFaceTokenizer:
         return ids if np.array_equal(ids[: len(first)], first) else np.concatenate([first, ids])
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """Returns the text of `ids`. Special tokens, and ids that only pad the model's vocabulary, have no text.
+        """Returns the text of `ids`. Special tokens, except marks of thoughts, and ids that only pad the model's vocabulary, have no text.
 
         Bytes that are not valid UTF-8 become U+FFFD. White space is not changed.
         """

@@ -1,17 +1,29 @@
-"""Separates a model's answer from its thoughts, between `<think>` and `</think>`."""
+"""Separates a model's answer from its thoughts, between `<think>` and `</think>`, or between the marks of another family."""
 
 import re
+from collections.abc import Collection
 
-_OPEN, _CLOSE = (rf"(?:<{slash}(?i:think|thinking|thought)>|\[{slash}THINK\])" for slash in ("", "/"))
+_OPEN = r"(?:<(?i:think|thinking|thought)>|\[THINK\]|<\|channel>thought)"
+_CLOSE = r"(?:</(?i:think|thinking|thought)>|\[/THINK\]|<channel\|>)"
 _CALL = r'<tool_call>(?:\s*\{(?:"(?:\\.|[^"\\])*+"|[^"<\\])*+|(?:(?!</?tool_call>).)*+)</tool_call>'
-_MARKED = re.compile(rf"(?P<call>{_CALL})|(?P<pair>{_OPEN}.*?(?:{_CLOSE}|\Z))|{_CLOSE}", re.DOTALL)
-_MAY_BE_MARKED = re.compile(r"[<\[]/?[Tt]")
+_CHANNEL = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
+_PAIR = rf"{_OPEN}.*?(?:{_CLOSE}|\Z)|{_CHANNEL}analysis<\|message\|>.*?(?:<\|end\|>|\Z)|{_CHANNEL}(?:final|commentary)<\|message\|>"
+_MARKED = re.compile(rf"(?P<call>{_CALL})|(?P<pair>{_PAIR})|{_CLOSE}", re.DOTALL)
+_MAY_BE_MARKED = re.compile(r"[<\[]/?[Tt]|<\|?channel")
+_MARKS = {"<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>"}
+_CHANNELS = {"<|channel|>", "<|message|>", "<|start|>", "<|end|>"}
+
+
+def marks_in(tokens: Collection[str]) -> set[str]:
+    """Returns the tokens that mark thoughts. In some vocabularies they are special tokens, but without their text, thoughts would be a part of the answer."""
+    return {*tokens} & (_MARKS | _CHANNELS if "<|channel|>" in tokens else _MARKS)
 
 
 def without_thoughts(text: str, prompt: str = "") -> str:
     """Returns a model's text without its thoughts. If `prompt`, the text before it, ends with `<think>`, the text begins with a thought.
 
-    Thoughts may lack an end, and their start if the chat template wrote it. Marks inside a tool call are ordinary text. `[THINK]` is Mistral's mark.
+    Thoughts may lack an end, and their start if the chat template wrote it. Marks inside a tool call are ordinary text. `[THINK]` is Mistral's mark,
+    `<|channel>thought` Gemma 4's, and `<|channel|>analysis<|message|>` gpt-oss's, whose marks of other channels are removed.
 
     >>> without_thoughts("<think>7? No.</think>8"), without_thoughts("7? No.</think>8"), without_thoughts("<think>7?")
     (' 8', '8', ' ')

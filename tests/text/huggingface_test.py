@@ -1,6 +1,7 @@
 """Tokenizers of real models: special tokens, the beginning and end of a text, and their files."""
 
 import json
+import re
 import warnings
 from functools import cache
 
@@ -261,6 +262,17 @@ def test_marked_text_keeps_the_special_tokens_inside_a_text():
 
 SIZE = 320
 """The number of ids of `byte_level_json`, which are the rows of the model's table below."""
+
+
+def test_marks_of_thoughts_keep_their_text():
+    """Mistral's and gpt-oss's files call them special. Without them, a response that is cut off in its thoughts would look like an answer."""
+    for text in ("[THINK]7?[/THINK]8", "<|channel|>analysis<|message|>7?<|end|><|start|>assistant"):
+        marks = re.findall(r"\[/?THINK\]|<.*?>", text)
+        tokenizer = made(added(*marks))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert not tokenizer.special_tokens.keys() & {*marks}
+    tokenizer = made(added("<|end|>"))  # the end of a turn in other families
+    assert tokenizer.decode(tokenizer.encode("8<|end|>")) == "8"
 
 
 def test_a_special_token_beyond_the_table_is_accepted_if_nothing_needs_it():
