@@ -5,6 +5,7 @@ templates also rewrite earlier turns. For example, Qwen3's template removes the 
 of earlier turns stay the same. Only text that the template itself writes can become special tokens. Text inside messages never does, even in nested fields.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -113,16 +114,17 @@ class Rendering:
         whole = [*before, *appended]
         if any(message["role"] == "tool" for message in whole):
             template = template.with_tools
-        render, closing = partial(template.render, variables=self.template_kwargs, today=self.today), ""
+        render = partial(template.render, variables=self.template_kwargs, today=self.today)
+        checked = partial(template.whole, variables=self.template_kwargs, today=self.today, given=2)
         try:
-            rendered = render(whole)
+            rendered = checked(whole)
         except ValueError:
             if whole[2]["role"] != "tool":
                 raise
-            # gpt-oss's template needs the call before a result, because it writes the tool's name.
+            # The templates of gpt-oss and Gemma 4 write a result only after its call.
             call = {"name": whole[2].get("name", "tool"), "arguments": {"said": _ANSWER}}
             whole[1] = {**whole[1], "content": "", "tool_calls": [{"type": "function", "function": call}]}
-            rendered, closing = render(whole), '"}'
+            rendered = checked(whole)
         if _ANSWER not in rendered:
             reason = "leaves out the assistant's answer, so nothing can be appended to it"
             raise LostError(f"chat template {template.name} {reason}")
@@ -132,11 +134,10 @@ class Rendering:
                 "messages cannot follow a prompt, because it ends with the beginning of an answer: return a Context, append a text or token ids, or "
                 "add the messages to the row's prompt"
             )
-        new = template.whole(whole, self.template_kwargs, today=self.today, given=2)
-        new = new.rpartition(_ANSWER)[2].removeprefix(closing)
+        new = _after_answer(rendered)
         # The template ends any answer with this text. The turn may end with a part of it already, for example with a stop string.
-        other = render([*whole[:2], {"role": "user", "content": FIRST_GUARD}]).rpartition(_ANSWER)[2]
-        ending = other.removeprefix(closing).partition(FIRST_GUARD)[0]
+        other = render([*whole[:2], {"role": "user", "content": FIRST_GUARD}])
+        ending = _after_answer(other).partition(FIRST_GUARD)[0]
         marks = StopStrings(self.tokenizer, [f"{ending}\n"])
         marked, done = marks.marked(ending), 0
         turn = marks.text(after) if marks.text(after[-1:]) else ""  # another end token has no text
@@ -147,6 +148,11 @@ class Rendering:
             if turn.endswith(last) and marked.startswith(begin) and new.startswith(ending[:size]):
                 done = size
         return guard.ids(new[done:], after)
+
+
+def _after_answer(rendered: str) -> str:
+    """Returns the text after `_ANSWER`. If `_ANSWER` is an argument of a call, returns the text after the arguments."""
+    return re.sub(r'\A(?:"|<\|"\|>)\}', "", rendered.rpartition(_ANSWER)[2])
 
 
 def _is_messages(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:

@@ -151,7 +151,8 @@ def test_messages_cannot_follow_a_prompt(chat):
     [
         ("{{ raise_exception('no tools here') if m.role == 'tool' }}", "refuses the messages: no tools here"),
         ("{{ m.content | tojson(ensure_ascii=True) if m.role == 'tool' else m.content }}", "escapes"),
-        ("", "leaves out the assistant's answer"),
+        ("{{ m.content if m.role != 'assistant' }}", "leaves out the assistant's answer"),
+        ("", "leaves out message 0"),
     ],
 )
 def test_a_template_that_cannot_render_a_message_is_named(written, message):
@@ -195,3 +196,38 @@ def test_a_result_follows_its_call_if_the_template_needs_the_call(end):
     assert (found == made.token_to_id("<|end|>")).sum() == 1, "a result has no special tokens"
     with pytest.raises(LostError, match="a result needs a call"):
         Rendering(tokenizer=tokenizer).ids([ASKED, result], after=ids)
+
+
+GEMMA4 = (
+    "{% set last = namespace(of=none) %}{% for m in messages if m.role != 'tool' %}{% if last.of != 'result' %}<|turn>{{ m.role }}\n{% endif %}{% set last.of = none %}"
+    "{% for one in m.tool_calls or [] %}<|tool_call>call:{{ one.function.name }}{{ '{' }}{% for k, v in one.function.arguments.items() %}"
+    "{{ k }}:<|\"|>{{ v }}<|\"|>{{ ',' if not loop.last }}{% endfor %}{{ '}' }}<tool_call|>{% set last.of = 'call' %}{% endfor %}"
+    "{% if last.of == 'call' %}<|tool_response>{% set first = messages.index(m) + 1 %}{% for r in messages[first:] if r.role == 'tool' %}"
+    "{{ '<|tool_response>' if not loop.first }}response:{{ r.name }}{value:<|\"|>{{ r.content }}<|\"|>}<tool_response|>{% set last.of = 'result' %}{% endfor %}{% endif %}"
+    "{{ m.content }}{% if last.of is none %}<turn|>\n{% endif %}{% endfor %}{% if last.of is none %}<|turn>model\n{% endif %}"
+)  # fmt: skip
+"""Our own template in the format of Gemma 4. It writes results after their call, in the same turn, which then continues."""
+
+
+@pytest.mark.parametrize("end", ["<|tool_response>", ""])
+def test_a_result_continues_the_turn_if_the_template_writes_it_after_the_call(end):
+    made = Tokenizer.from_str(byte_level_json())
+    marks = (
+        "<|turn>",
+        "<turn|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|tool_response>",
+        "<tool_response|>",
+        '<|"|>',
+    )
+    made.add_special_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    tokenizer = HuggingFaceTokenizer(files_of(made.to_str(), template=GEMMA4))
+    turn = "<|tool_call>call:add{a:1}<tool_call|>" + end
+    ids = np.array(made.encode(turn, add_special_tokens=False).ids, np.int32)
+    results = [{"role": "tool", "name": name, "content": f"4{end}"} for name in ("add", "sub")]
+    found = tokenizer.spelled(Rendering(tokenizer=tokenizer).ids(results, after=ids))
+    expected = [
+        f'<|tool_response>response:{one["name"]}{{value:<|"|>4{end}<|"|>}}<tool_response|>' for one in results
+    ]
+    assert found == "".join(expected).removeprefix(end)
