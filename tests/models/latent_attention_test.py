@@ -50,7 +50,8 @@ def tiny(**changes):
     return replace(config, mixers=(MIXER,), head_dim=MIXER.rotated_dim, **changes)
 
 
-@pytest.mark.parametrize("rank", [0, 3], ids=["plain", "adapter"])
+# Slow: each case compiles both forms.
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.slow)], ids=["plain", "adapter"])
 @pytest.mark.parametrize("eight_bit", [False, True], ids=["float32", "int8"])
 def test_both_forms_have_the_same_results(rank, eight_bit):
     """A chunk uses the absorbed form, and a row the expanded form. The weights of both are the same, so only the order of sums differs."""

@@ -70,6 +70,9 @@ def flown(delta, run_micro, rows):
     return run_micro(delta(**FLIGHT), eval_rows=rows)
 
 
+# Slow: a run in flight, and one that is resumed after each step. tests/run/toy_kind_test.py has such a run with another fixed state, and the tests of golden models
+# compare the sampler of Gated DeltaNet with the trainer.
+@pytest.mark.slow
 def test_packed_rows_with_shared_prompts_are_scored_as_they_were_sampled(flown):
     """In the first step, all tokens are of its weights. The slow tests compare later steps."""
     assert_synchronous(flown.metrics[1:2])
@@ -90,6 +93,7 @@ def test_rows_split_over_devices_are_refused(delta, run_micro):
         run_micro(delta(parallel__data=2, parallel__fsdp=2, parallel__context=2))
 
 
+@pytest.mark.slow
 def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(delta, resumed_at_each_step, flown, same_run):
     assert any(line["rollout/age_max"] > 0 for line in flown.metrics[1:])
     same_run(resumed_at_each_step(delta, STEPS, **FLIGHT), flown)

@@ -233,6 +233,8 @@ def test_records_are_the_trainers_choices(how):
     assert 0.0 <= metrics["routing/unused_frac"] < 1.0
 
 
+# Slow: two more engines. tests/sampling/heads_test.py has records of preempted responses.
+@pytest.mark.slow
 def test_slots_and_preemption_change_no_record():
     one, other = (
         sampled_by(engine_of(8, **how), 0, 1, 2, 3, 4)
