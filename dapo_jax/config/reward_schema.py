@@ -117,11 +117,10 @@ class EnvironmentConfig(Section, at="environment"):
 class SandboxConfig(Section, at="sandbox"):
     """The sandbox in which the grader `code` runs programs that the model wrote."""
 
-    backend: str = key(
-        "auto", choices=["auto", "bubblewrap", "unsafe"], aliases="code_provider", may_change=True
-    )
-    """bubblewrap isolates programs with namespaces and a filter of system calls (Linux). unsafe limits their time and memory, but does not isolate them: it is for programs that you trust. auto is
-    bubblewrap. If a back-end is missing or leaks, the run is refused before it starts."""
+    backend: str = key("auto", not_empty=True, aliases="code_provider sandbox_fusion.url", may_change=True)
+    """bubblewrap isolates programs with namespaces and a filter of system calls (Linux). `podman:IMAGE` and `docker:IMAGE` run them in containers, and `remote:URL` on a service. unsafe limits their
+    time and memory, but does not isolate them: it is for programs that you trust. auto is bubblewrap. [The page about code](train_on_code.md#other-sandboxes) compares them. If a back-end is missing
+    or leaks, the run is refused before it starts."""
     slots: int = key(0, aliases="sandbox_fusion.max_concurrent parallel_code_exec_per_proc", may_change=True)
     """Number of programs that run at once. 0 means the number of cores. Verdicts do not depend on it."""
     python: str = key("", may_change=True)

@@ -7,6 +7,7 @@ errors, and the episode continues.
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,7 @@ class Tools:
         Args:
             functions: the tools. A function without `async def` runs in a separate thread.
             most_characters: maximum length of a call's result. A longer result is cut off and ends with a note.
-            timeout_s: time limit of a call in seconds. If the calls of a turn together exceed `workers.timeout_s`, the episode is lost.
+            timeout_s: time limit of a call in seconds, except of the tool `python`, which has its own. If the calls of a turn together exceed `workers.timeout_s`, the episode is lost.
         """
         self.schemas = [schema_of(function) for function in functions]
         names = [schema["function"]["name"] for schema in self.schemas]
@@ -65,7 +66,8 @@ class Tools:
             return "", f"{call.name}: {wrong}"
         task = asyncio.ensure_future(outcome(partial(function, **call.arguments)))
         try:
-            is_in_time = await ends_in_time(task, self._timeout_s)
+            limits_itself = getattr(getattr(function, "__self__", None), "limits_itself", False)
+            is_in_time = await ends_in_time(task, math.inf if limits_itself else self._timeout_s)
         finally:
             task.cancel()
         if not is_in_time:

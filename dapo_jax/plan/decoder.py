@@ -17,6 +17,11 @@ _REPOSITORIES = {
     if known.startswith(family)
     for kind in ("", "-base", "-instruct", "-it", "-pt")
 }
+_REPOSITORIES |= {
+    name.replace("qwen2.5-", "qwen2.5-coder-"): known
+    for name, known in _REPOSITORIES.items()
+    if "qwen2.5-" in name
+}
 """Maps each hub repository, in lower case, to the preset with the same shapes."""
 
 

@@ -21,7 +21,7 @@ from dapo_jax.sandbox.servers import Server, ServerSandbox
 from dapo_jax.text.code_tests import CodeTests, tests_of
 
 VERDICTS = ("passed", "wrong_answer", "time_limit", "memory_limit", "output_limit", "crashed", "no_code")
-_LIMITS = {**dict.fromkeys(("total", "cpu", "idle"), "time"), "memory": "memory", "output": "output"}
+_LIMITS = {**dict.fromkeys(("total", "cpu", "idle", "wall"), "time"), "memory": "memory", "output": "output"}
 """The limits that may end a program, by the way it ended."""
 _CPU_FACTOR, _MEMORY_FACTOR, _LEAST_MEMORY_MB = 3.0, 2.0, 256
 """Factors for the limits of a problem, which were set for C++."""

@@ -42,7 +42,7 @@ class Outcome:
     """The way a program ended, and its output. It does not tell whether the output is right."""
 
     ended: str
-    """`exit`, `signal`, a limit (`cpu`, `total`, `idle`, `memory` or `output`), `syntax` (Python cannot compile it), `stopped` (this process needs no more of it), or
+    """`exit`, `signal`, a limit (`cpu`, `total`, `idle`, `memory`, `output`, or on a remote service `wall`), `syntax` (Python cannot compile it), `stopped` (this process needs no more of it), or
     `server` (it ended the sandbox's server twice)."""
     status: int = 0
     """Exit status, or the number of the signal."""

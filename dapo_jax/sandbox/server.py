@@ -1,7 +1,8 @@
 """The server inside a sandbox. It runs one program at a time, and uses the standard library only, because the host passes its text to an interpreter.
 
 The host sends a header with the program's files: its text, standard streams and a socket for messages. The server only forks and watches limits. It
-never holds data of a program, because a later program, whose memory is a copy of the server's, could search for them.
+never holds data of a program, because a later program, whose memory is a copy of the server's, could search for them. A remote service runs `alone`
+instead.
 """
 
 import ast
@@ -17,6 +18,7 @@ import platform
 import random
 import resource
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -33,6 +35,9 @@ DEEPEST = 100
 STACK, LARGEST_FILE = 256 << 20, 16 << 20
 FILES, TASKS = 64, 18
 """Number of open files, and of tasks: the server, the program and its 16 threads."""
+SOCKET = "/socket"
+"""The place of the host's socket in a container."""
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 SHARED = "typing collections itertools functools math heapq bisect string copy"
 """Modules whose names programs may use without an import. Names of Python itself come first."""
 MODULES = f"{SHARED} datetime decimal fractions io json operator os random re statistics time"
@@ -40,6 +45,7 @@ MODULES = f"{SHARED} datetime decimal fractions io json operator os random re st
 # Flags of clone and unshare: NEWPID, then NEWNS | NEWIPC | NEWUTS, then any namespace, then THREAD.
 _PID, _MOUNTS, _NAMESPACES, _THREAD = 0x20000000, 0x0C020000, 0x7E020080, 0x00010000
 _MACHINES, _CLONE, _SOCKET = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}, (56, 220), (41, 198)
+_LIMITS = (302, 261)  # prlimit64
 _REFUSED = """
 ptrace 101 117 process_vm_readv 310 270 process_vm_writev 311 271 pidfd_getfd 438 438 kcmp 312 272 mount 165 40 umount2 166 39 pivot_root 155 41
 chroot 161 51 open_tree 428 428 move_mount 429 429 fsopen 430 430 fsconfig 431 431 fsmount 432 432 fspick 433 433 mount_setattr 442 442 unshare 272 97
@@ -98,6 +104,8 @@ def filter_of(machine):
     if machine == "x86_64":
         code += [(above, 0, 1, 0x40000000), (end, 0, 0, error | 38)]  # x32 has other numbers
         code += [*refuse(57, 11), *refuse(58, 11)]  # fork and vfork
+    own = [(load, 0, 0, 16), (equal, 1, 0, 0), (end, 0, 0, error | 1), (load, 0, 0, 0)]
+    code += [(equal, 0, 4, _LIMITS[which]), *own]  # later programs inherit the limits of the server
     code += refuse(435, 38)  # clone3, whose arguments a filter cannot read; glibc uses clone instead
     for number in map(int, _REFUSED.split()[1 + which :: 3]):
         code += refuse(number, 1)
@@ -118,15 +126,17 @@ def checked(result, what):
 class ForkServer:
     """Starts the programs that the host sends, and watches their limits."""
 
-    def __init__(self, host, isolates):
-        """Creates the filter of system calls. If `isolates` is False, programs run without namespaces and without a filter."""
-        self.host, self.isolates = host, isolates
+    def __init__(self, host, kind):
+        """Creates the filter of system calls. `kind` is `bubblewrap` (each program has its own namespaces), `container` (programs run one after another in the
+        namespaces of the container), or `unsafe` (without namespaces and without a filter)."""
+        self.host, self.kind, self.isolates = host, kind, kind == "bubblewrap"
         self.own = os.open("/proc/self/ns/pid", os.O_RDONLY)
-        if isolates:
+        if kind != "unsafe":
             code = filter_of(platform.machine())
             self.lines = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
             self.filter = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(self.lines))
         libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: programs cannot look into the server
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 of a container ignores
 
     def serve(self):
         """Runs programs until the host ends. Commands for a program that has ended are ignored."""
@@ -159,6 +169,8 @@ class ForkServer:
         if failure != b"+":
             sys.exit(failure.decode())
         self.host.send(json.dumps(self.watched(pid, **job)).encode())
+        if self.kind == "container":
+            clean()
 
     def prepare(self, limits, files):
         """Gives a child its files and its view of the machine, and takes all rights from it."""
@@ -175,7 +187,6 @@ class ForkServer:
             for place in (b"/tmp", b"/dev/shm"):
                 options = b"size=32m,nr_inodes=1024,mode=777"
                 checked(libc.mount(b"tmpfs", place, b"tmpfs", 6, options), "mount tmpfs")
-            os.chdir("/tmp")
             for capability in range(64):
                 libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
             checked(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
@@ -183,12 +194,11 @@ class ForkServer:
         else:
             os.setpgid(0, 0)
             libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        limited = {"AS": limits["memory_mb"] << 20, "FSIZE": LARGEST_FILE, "NOFILE": FILES, "CORE": 0}
-        for name, most in limited.items():
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+        set_limits(limits["memory_mb"])
         libc.prctl(4, 1, 0, 0, 0)
         libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-        if self.isolates:
+        if self.kind != "unsafe":
+            os.chdir("/tmp")
             checked(libc.prctl(22, 2, self.filter, 0, 0), "seccomp")
 
     def watched(self, pid, limits, mode):
@@ -209,12 +219,13 @@ class ForkServer:
                 command = self.host.recv(1)
                 runs, ended = command == b"m", "" if command in (b"m", b"p") else "stopped"
                 start, start_cpu, idle = now, cpu, 0.0
-            elif runs:
+            else:
                 # The kernel reports a wait when it ends, so the idle time may fall again.
                 longest = max((waited[task] - before.get(task, 0.0) for task in waited), default=0.0)
                 idle = max(0.0, idle + (now - last) - (cpu - last_cpu) - longest)
                 over = {"cpu": cpu - start_cpu, "total": cpu, "idle": idle, "wall": now - start}
-                ended = next((name for name in over if over[name] > limits[f"{name}_s"]), "")
+                past = [name for name in over if over[name] > limits[f"{name}_s"]]
+                ended = next((name for name in past if runs or name == "total"), "")
             last, last_cpu = now, cpu
         with contextlib.suppress(ProcessLookupError):
             (os.kill if self.isolates else os.killpg)(pid, signal.SIGKILL)
@@ -227,6 +238,22 @@ class ForkServer:
             ended = "signal"
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
         return {"ended": ended, "status": number, "cpu_s": seconds}
+
+
+def clean():
+    """Removes the files that a program left. If it cannot, ends the server, so that the next program has a new container."""
+    for place in ("/tmp", "/dev/shm", "/dev/mqueue"):
+        for path in os.scandir(place):
+            if path.is_dir(follow_symlinks=False):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+
+def set_limits(memory_mb):
+    """Limits this process, except for its time."""
+    for name, most in {"AS": memory_mb << 20, "FSIZE": LARGEST_FILE, "NOFILE": FILES, "CORE": 0}.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
 def spent(pid):
@@ -305,7 +332,8 @@ class Runner:
         for one in message:
             sent.write(json.dumps(one).encode() + b"\n")
             sent.flush()
-        return json.loads(received.readline())
+        line = received.readline()
+        return json.loads(line) if line else sys.exit()
 
     def called(self, name, args, kwargs=None, back=False):
         """Calls a function of the program, or `cell` if `name` is empty. Returns the value or the exception and, if `back` is set, the arguments, which may have changed."""
@@ -353,8 +381,8 @@ def remember(text):
     linecache.cache[FILE] = (len(text), None, text.splitlines(True), FILE)
 
 
-def main():
-    """Prepares what all programs share, and serves."""
+def share_names():
+    """Prepares what all programs share, such as the names of common modules."""
     for name in MODULES.split():
         module = __import__(name)
         names = getattr(module, "__all__", dir(module)) if name in SHARED.split() else ()
@@ -366,16 +394,46 @@ def main():
     threading.stack_size(8 << 20)
     libc.mallopt(-8, 1)  # M_ARENA_MAX
     sys.path = [place for place in sys.path if place]
+
+
+def start_again():
+    """Starts the interpreter again, unless it has the stack and the environment of programs. It places its memory and seeds its hashes when it starts."""
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    size = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
+    os.environ.pop("LC_CTYPE", None)  # Python may set it itself
+    if resource.getrlimit(resource.RLIMIT_STACK) != (size, size) or dict(os.environ) != ENVIRONMENT:
+        resource.setrlimit(resource.RLIMIT_STACK, (size, size))
+        os.execve(sys.executable, sys.orig_argv, ENVIRONMENT)
+
+
+def serve(kind):
+    """Serves the host, whose socket is the standard input or, in a container, a file."""
+    share_names()
     gc.collect()
     gc.freeze()
     gc.disable()
-    ForkServer(socket.socket(fileno=0), "isolate" in sys.argv).serve()
+    if kind == "container":
+        if os.getpid() != 1:
+            sys.exit("a server that removes files needs a container of its own, where it is process 1")
+        host = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        host.connect(SOCKET)
+    else:
+        host = socket.socket(fileno=0)
+    ForkServer(host, kind).serve()
+
+
+def alone(mode, memory_mb):
+    """Runs one program, whose files are in this folder: `source`, `stdin`, and the host's `messages`. Writes `stdout`, `stderr` and `replies`."""
+    start_again()
+    share_names()
+    for number, name in enumerate(("stdin", "stdout", "stderr", "messages", "source", "started")):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
+    runner = Runner(mode)
+    runner.messages[1] = open("replies", "wb")  # noqa: SIM115
+    set_limits(memory_mb)
+    os._exit(runner.run())
 
 
 if __name__ == "__main__":
-    _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    size = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
-    if resource.getrlimit(resource.RLIMIT_STACK) != (size, size):
-        resource.setrlimit(resource.RLIMIT_STACK, (size, size))
-        os.execv(sys.executable, sys.orig_argv)  # an interpreter places its memory when it starts
-    main()
+    start_again()
+    serve(sys.argv[1])

@@ -31,14 +31,16 @@ class Server:
 
     def __init__(self, command: Sequence[str], **popen: Any) -> None:
         """Starts the server. It ends with the calling thread, or when the other end of its socket is closed."""
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._words = tempfile.TemporaryFile()  # noqa: SIM115
-        with theirs:
-            streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": self._words}
-            self.process = subprocess.Popen(command, stdin=theirs.fileno(), **streams, **popen)
-        self._socket.setblocking(False)
         self._files = list[int]()
         self._sent: asyncio.StreamWriter | None = None
+        self._start(command, {"stdout": subprocess.DEVNULL, "stderr": self._words, **popen})
+
+    def _start(self, command: Sequence[str], popen: dict[str, Any]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        with theirs:
+            self.process = subprocess.Popen(command, stdin=theirs.fileno(), **popen)
 
     async def begin(self, program: Program, mode: str) -> None:
         """Starts a program, see `Runner` for the modes."""
@@ -77,15 +79,12 @@ class Server:
             await self.ended()
             return None
         self._send(b"p")
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError):  # a program wrote to the socket itself
-            return {"raise": ["ValueError", "a message that is not JSON"]}
+        return message_of(line)
 
     @property
-    def printed(self) -> tuple[int, int]:
-        """The sizes of the program's output and error output so far, in bytes."""
-        out, error = (os.fstat(file).st_size for file in self._files[1:3])
+    def printed(self) -> tuple[bytes, bytes]:
+        """The output and the error output of a program that has not ended, each at most one byte longer than the limit."""
+        out, error = (os.pread(file, self._program.limits.output + 1, 0) for file in self._files[1:3])
         return out, error
 
     async def ended(self, *, stop: bool = False) -> Outcome:
@@ -100,9 +99,7 @@ class Server:
             with suppress(OSError):
                 data = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 16)
             if not data:
-                self._words.seek(0)
-                words = self._words.read()[-1000:].decode(errors="replace").strip()
-                raise ServerError(words or "the server ended")
+                raise ServerError(self._last_words())
             self.outcome = self._outcome(**json.loads(data))
         return self.outcome
 
@@ -111,20 +108,22 @@ class Server:
         self._release()
         self._socket.close()
         self._words.close()
+        self._end()
+
+    def _end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    def _last_words(self) -> str:
+        self._words.seek(0)
+        return self._words.read()[-1000:].decode(errors="replace").strip() or "the server ended"
 
     def _outcome(self, ended: str, status: int, cpu_s: float) -> Outcome:
         if ended == "wall":
             raise NoCoreError("a program had no core for most of its time; use fewer sandbox.slots")
-        if ended == "exit":
-            ended = {SYNTAX: "syntax", MEMORY: "memory"}.get(status, "exit")
-        most = self._program.limits.output
-        out, error = (os.pread(file, most + 1, 0) for file in self._files[1:3])
-        if len(out) > most:
-            ended = "output"
+        printed = self.printed
         self._release()
-        return Outcome(ended=ended, status=status, cpu_s=cpu_s, stdout=out[:most], stderr=error[:most])
+        return outcome_of(self._program, ended, status, cpu_s, *printed)
 
     def _release(self) -> None:
         while self._files:
@@ -138,13 +137,32 @@ class Server:
             socket.send_fds(self._socket, [data], files)
 
 
-class ServerSandbox:
-    """A sandbox whose servers are started with a command, and end with `close` or with this process. Its methods must be called on one event loop."""
+def message_of(line: bytes) -> Any:
+    """Decodes a message of a program, which may have written it itself."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return {"raise": ["ValueError", "a message that is not JSON"]}
 
-    def __init__(self, command: Sequence[str], *, slots: int, remedy: str, **popen: Any) -> None:
-        """Starts nothing. At most `slots` programs run at once. The message of a SandboxError ends with `remedy`. `popen` are arguments of `subprocess.Popen`."""
-        self._command, self._remedy, self._popen = command, remedy, popen
-        self._slots, self.restarts, self._free = asyncio.Semaphore(slots), 0, list[Server]()
+
+def outcome_of(program: Program, ended: str, status: int, cpu_s: float, out: bytes, error: bytes) -> Outcome:
+    """Returns the outcome of a program. Its output may be longer than the limit."""
+    most = program.limits.output
+    if ended == "exit":
+        ended = {SYNTAX: "syntax", MEMORY: "memory"}.get(status, "exit")
+    if len(out) > most:
+        ended = "output"
+    return Outcome(ended=ended, status=status, cpu_s=cpu_s, stdout=out[:most], stderr=error[:most])
+
+
+class ServerSandbox:
+    """A sandbox with servers, which end with `close` or with this process. Its methods must be called on one event loop."""
+
+    def __init__(self, start: Callable[[], Server], *, slots: int, remedy: str) -> None:
+        """Starts nothing. At most `slots` programs run at once. `start` starts a server. The message of a SandboxError ends with `remedy`."""
+        self.start, self.remedy = start, remedy
+        self._slots, self._running, self.restarts = slots, asyncio.Semaphore(slots), 0
+        self._free, self.waiting = list[Server](), dict[object, Server]()
 
     async def run(self, program: Program) -> Outcome:
         """Runs a script in a free slot. Raises SandboxError if the sandbox failed."""
@@ -156,7 +174,7 @@ class ServerSandbox:
 
         So a program cannot avoid a verdict by doing damage. Raises SandboxError if the known program fails, too, or the machine has no free cores.
         """
-        async with self._slots:
+        async with self._running:
             for is_last in (False, True):
                 try:
                     return await job()
@@ -169,14 +187,15 @@ class ServerSandbox:
 
     async def check(self) -> None:
         """Runs a known program on a new server. Raises SandboxError if it fails."""
-        self.close()  # waiting servers may have ended, too
+        while self._free:  # other servers may have ended, too
+            self._free.pop().close()
         try:
             outcome = await self.script(_KNOWN)
             reason = "" if outcome.stdout == b"42\n" else f"a right program ended with {outcome}"
         except (ServerError, OSError) as error:
             reason = str(error)
         if reason:
-            raise SandboxError(f"the sandbox failed: {reason}. {self._remedy}")
+            raise SandboxError(f"the sandbox failed: {reason}. {self.remedy}")
 
     async def script(self, program: Program) -> Outcome:
         """Runs a script as a part of a job, see `surely`. Raises ServerError if its server ends."""
@@ -184,19 +203,30 @@ class ServerSandbox:
             return await server.ended()
 
     @asynccontextmanager
-    async def live(self, program: Program, mode: str) -> AsyncIterator[Server]:
-        """Starts a program as a part of a job, see `surely`, and `Runner` for the modes. Raises ServerError if its server ends."""
-        server = self._free.pop() if self._free else Server(self._command, **self._popen)
+    async def live(self, program: Program, mode: str, session: object = None) -> AsyncIterator[Server]:
+        """Starts a program as a part of a job, see `surely`, and `Runner` for the modes. With a `session`, continues its program in `waiting`, if there is one,
+        and lets a program that has not ended wait. At most four programs for each slot wait; then the first of them ends. Raises ServerError if its server ends."""
+        waiting = self.waiting.pop(session, None)
+        server = waiting or (self._free.pop() if self._free else self.start())
         try:
-            await server.begin(program, mode)
+            if waiting is None:
+                await server.begin(program, mode)
             yield server
-            await server.ended(stop=True)
+            if session is None:
+                await server.ended(stop=True)
         except BaseException:
             server.close()
             raise
-        self._free.append(server)
+        if server.outcome is None:
+            self.waiting[session] = server
+        else:
+            self._free.append(server)
+        if len(self.waiting) > 4 * self._slots:
+            self.waiting.pop(next(iter(self.waiting))).close()
 
     def close(self) -> None:
-        """Ends the servers that run no program."""
-        while self._free:
-            self._free.pop().close()
+        """Ends the servers that run no program, and the servers of sessions."""
+        for server in (*self._free, *self.waiting.values()):
+            server.close()
+        self._free.clear()
+        self.waiting.clear()

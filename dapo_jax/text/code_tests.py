@@ -15,23 +15,17 @@ from dapo_jax.sandbox.server import packed
 
 MOST_BYTES = 256 << 20
 """Compressed tests may not be larger than this."""
-_FIELDS = {
-    "input_output": (),
+_FIELDS = """
+input_output public_tests public_test_cases tests verification_info official_tests verifier_metadata base_input test test_list test_cases assert_case
+ground_truth reward_model
+"""
+"""The fields that may have tests. The first field that a row has is read."""
+_FURTHER = {
     "public_tests": ("private_tests", "generated_tests"),
     "public_test_cases": ("private_test_cases",),
-    "tests": (),
-    "verification_info": (),
-    "official_tests": (),
-    "verifier_metadata": (),
     "base_input": ("plus_input",),
-    "test": (),
-    "test_list": (),
-    "test_cases": (),
-    "assert_case": (),
-    "ground_truth": (),
-    "reward_model": (),
 }
-"""The fields that may have tests, each with the fields that have further ones. The first field that a row has is read."""
+"""The fields that have further tests."""
 _INNER = ("unit_tests", "ground_truth", "test_cases", "assert_case")
 """Names under which a field may have its tests."""
 
@@ -71,9 +65,13 @@ class CodeTests:
 
 def tests_of(answer: str, row: Mapping[str, Any]) -> CodeTests:
     """Returns the tests in a row's answer, if it is JSON, or else in the row's other fields. Raises ValueError, with the field and the remedy, if there are no usable tests."""
-    where = "answer" if answer.lstrip()[:1] in ("{", "[") else next((n for n in _FIELDS if row.get(n)), "")
+    where = (
+        "answer"
+        if answer.lstrip()[:1] in ("{", "[")
+        else next((n for n in _FIELDS.split() if row.get(n)), "")
+    )
     if not where:
-        names = ", ".join(_FIELDS)
+        names = ", ".join(_FIELDS.split())
         raise ValueError(f"no tests in the row's fields {sorted(row)}; the grader code reads {names}")
     try:
         tests = _read(where, {**row, "answer": answer})
@@ -96,7 +94,7 @@ def _read(where: str, row: Mapping[str, Any]) -> CodeTests:
         functions = re.findall(r"^def (test\w*)\(", row["test"], re.MULTILINE)
         calls = [f"check(stub({name!r}))"] if name else [f"{function}()" for function in functions]
         return CodeTests(code=calls, setup=row["test"], prompt=prompt if name else "", name=name, **rest)
-    found = [one for key in (where, *_FIELDS.get(where, ())) for one in _listed(row.get(key))]
+    found = [one for key in (where, *_FURTHER.get(where, ())) for one in _listed(row.get(key))]
     if where == "base_input":
         reference, tolerance = prompt + row["canonical_solution"], float(row.get("atol") or 0) or 1e-6
         rest |= {"prompt": prompt, "reference": reference, "tolerance": tolerance}

@@ -1,6 +1,7 @@
 """The tool `python`: the text that the policy reads."""
 
 import asyncio
+import select
 
 import pytest
 
@@ -62,17 +63,23 @@ def test_long_lines_are_cut_in_the_middle():
     assert text == "a" * 1000 + "... (4,000 characters) ..." + "b" * 1000
 
 
-def in_sessions(*sessions, **limits):
-    """The texts of the calls of each session. The sessions take turns."""
+def in_sessions(*sessions, slots=1, wait=None, **limits):
+    """The texts of the calls of each session. The sessions take turns, and close."""
     run("pass")
 
     async def work():
-        environment = PythonEnvironment(lambda answer, row: True, limits=Limits(**limits))
-        tools = [environment.episode({"prompt": "?"}, seed).tools for seed in range(len(sessions))]
+        environment = PythonEnvironment(lambda answer, row: True, limits=Limits(**limits), slots=slots)
+        episodes = [environment.episode({"prompt": "?"}, seed) for seed in range(len(sessions))]
         texts = [[] for _ in sessions]
         for codes in zip(*sessions, strict=True):
-            for tool, found, code in zip(tools, texts, codes, strict=True):
-                found.append((await tool.result(ToolCall("python", {"code": code})))[0])
+            for episode, found, code in zip(episodes, texts, codes, strict=True):
+                found.append((await episode.tools.result(ToolCall("python", {"code": code})))[0])
+            if wait:
+                await wait(environment._sandbox)
+        for episode in episodes:
+            await episode.close()
+        assert not environment._sandbox.waiting
+        environment._sandbox.close()
         return texts
 
     return asyncio.run(work())
@@ -94,12 +101,53 @@ def test_a_session_keeps_its_variables_and_random_numbers_but_shows_each_output_
     assert texts[3] != texts[0].splitlines()[1]  # it continues the sequence
 
 
-def test_a_limit_ends_a_session_and_programs_that_change_are_named():
+def test_a_session_is_one_process():
+    """A random value of the operating system and a clock are as they were shown, which running the program again would change."""
+    [texts] = in_sessions(
+        ["import os, time\nx = os.urandom(8)\nprint(x.hex())", "print(x.hex())", "time.sleep(0.1)"]
+    )
+    assert texts == [texts[0], texts[0], "(no output)"]
+    assert len(texts[0]) == 16
+
+
+def test_sessions_beyond_four_for_each_slot_run_their_programs_again():
+    """The fifth session ends the process of the first. Its programs run again, which only shows in random output."""
+    first = ["import os\nx = 5\nprint(os.urandom(8))", "x"]
+    texts, *others = in_sessions(first, *[["x = 6", "x"]] * 4)
+    assert texts[1] == "5\n(earlier programs ran again, and printed something else)"
+    assert others == [["(no output)", "6"]] * 4
+
+
+def test_a_waiting_program_cannot_compute_without_a_limit():
+    """Its threads run on between the calls, so the limit of the session's processor time always counts."""
+    busy = "import threading\ndef f():\n    while True: pass\nthreading.Thread(target=f, daemon=True).start()"
+
+    async def ends(sandbox):
+        for server in sandbox.waiting.values():
+            await asyncio.to_thread(select.select, [server._socket], [], [], 60)
+
+    [texts] = in_sessions([busy, "1"], total_s=1.0, wait=ends)
+    assert texts == ["(no output)", "time limit of 1 s of processor time\n(the variables are lost)"]
+
+
+def test_waiting_for_a_slot_is_no_error(monkeypatch):
+    run("pass")
+
+    async def work():
+        tools = Tools([python_tool(slots=1)], timeout_s=0.2)
+        codes = ["import time; time.sleep(0.5)", "1"]
+        return await asyncio.gather(*(tools.result(ToolCall("python", {"code": code})) for code in codes))
+
+    assert asyncio.run(work()) == [("(no output)", False), ("1", False)]
+
+
+def test_a_limit_ends_a_session():
     [texts] = in_sessions(["x = 5", "while True: pass", "x"], cpu_s=0.2)
     assert texts[1] == "time limit of 0.2 s of processor time\n(the variables are lost)"
     assert texts[2].splitlines()[-1] == "NameError: name 'x' is not defined"
-    [texts] = in_sessions(["import time\nprint(time.monotonic())", "2"])
-    assert texts[1] == "2\n(earlier programs ran again, and printed something else)"
+    [texts] = in_sessions(["print('x' * 60)", "print('x' * 60)", "1"], output=100)
+    assert texts[1].splitlines()[-2:] == ["output limit of 100 bytes", "(the variables are lost)"]
+    assert texts[2] == "1"
 
 
 def test_a_failure_of_the_sandbox_loses_the_episode(monkeypatch):

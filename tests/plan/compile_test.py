@@ -218,6 +218,7 @@ def test_the_command_compiles_and_sweeps(file, capsys):
         ("dapo_qwen2.5_32b", "v5p-256", (5000, 4000)),
         ("gsm8k_gemma3_1b", "v5litepod-4", (300, 200)),
         ("gsm8k_qwen3.5_0.8b", "v6e-4", (300, 200)),
+        ("code_qwen2.5_coder_1.5b", "v5litepod-8", (800, 600)),
     ],
 )
 def test_the_recipes_fit_their_slices(name, slice, responses):

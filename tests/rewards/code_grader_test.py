@@ -20,7 +20,7 @@ from dapo_jax.run.grader_setup import submit_of
 from dapo_jax.sandbox import Limits, SandboxError
 from dapo_jax.text import code_tests
 from tests.rewards.samples import sample
-from tests.sandbox.running import run, with_sandbox
+from tests.sandbox.running import IN_CONTAINER, run, with_sandbox
 
 FILES = Path(__file__).with_name("coding")
 SUM = {"inputs": ["1 2\n", "10 -4\n", "0 0\n"], "outputs": ["3\n", "6\n", "0\n"]}
@@ -184,6 +184,8 @@ def test_formats_of_datasets():
 def attacks(folder, port):
     """Grades functions as calls and as asserts."""
     for row in rows("attacks"):
+        if row["id"] == "read_host_files" and IN_CONTAINER:
+            continue  # the image has its own files in /etc
         limits = SHORT if row["expect"] == ["time_limit"] else Limits()
         source = row["source"].replace("CANARY_FOLDER", str(folder)).replace("CANARY_PORT", str(port))
         yield case(

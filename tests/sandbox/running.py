@@ -1,7 +1,11 @@
-"""Runs programs in the sandbox of this machine. Tests that need one skip where it is missing."""
+"""Runs programs in the sandbox of this machine. Tests that need one skip where it is missing.
+
+The environment variable SANDBOX_BACKEND names another back-end than bubblewrap, for example podman:IMAGE.
+"""
 
 import asyncio
 import atexit
+import os
 from functools import cache
 
 import pytest
@@ -9,11 +13,14 @@ import pytest
 from dapo_jax.sandbox import Limits, Program, load_sandbox
 from dapo_jax.sandbox.servers import ServerSandbox
 
+BACKEND = os.environ.get("SANDBOX_BACKEND", "auto")
+IN_CONTAINER = BACKEND != "auto"
+
 
 @cache
 def _tested():
     try:
-        return load_sandbox()
+        return load_sandbox(BACKEND)
     except ValueError as error:
         return str(error)
 
@@ -25,7 +32,7 @@ def made(*, slots):
         refused = "namespace" in tested.partition("This system")[0] or "uid map" in tested
         assert refused or "not installed" in tested, tested
         pytest.skip(tested)
-    return ServerSandbox(tested._command, slots=slots, remedy=tested._remedy, **tested._popen)
+    return ServerSandbox(tested.start, slots=slots, remedy=tested.remedy)
 
 
 def with_sandbox(job, *, slots=2):
