@@ -6,6 +6,7 @@ of earlier turns stay the same. Only text that the template itself writes can be
 """
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from jaxtyping import Int
 
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.protocol import Context
+from dapo_jax.environments.tool_calls import ToolCall, tool_calls
 from dapo_jax.text.chat import ToolsError
 from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding, conversation_ids, template_of
 from dapo_jax.text.messages import canonical_messages
@@ -47,6 +49,11 @@ class Rendering:
             asked = [{"role": "user", "content": "?"}]
             return opening(template_of(self.tokenizer).render(asked, self.template_kwargs, today=self.today))
         return ""
+
+    @cached_property
+    def _known(self) -> set[str]:
+        """The names of functions for which `_warn_of_unread_calls` has run."""
+        return set()
 
     def ids(self, appended: object, *, after: Int[np.ndarray, " turn"] | None) -> Int[np.ndarray, " new"]:
         """Returns the token ids of an appended value (`protocol.Appended`). `after` is the preceding turn, or None if the value follows the prompt.
@@ -97,6 +104,7 @@ class Rendering:
             variables = {**self.template_kwargs, "tools": [*context.tools] or None}
             try:
                 ids = conversation_ids(contents, self.tokenizer, today=self.today, variables=variables)
+                self._warn_of_unread_calls(variables)
             except (ValueError, TypeError) as error:
                 every = self.tokenizer.chat_template is None or isinstance(error, ToolsError)
                 raise LostError(f"a context cannot be rendered: {error}", every=every) from error
@@ -105,6 +113,29 @@ class Rendering:
         if not len(ids):
             raise LostError("the new context is empty; it needs at least one token")
         return ids
+
+    def _warn_of_unread_calls(self, variables: Mapping[str, Any]) -> None:
+        """Warns if `tool_calls` cannot read a call as the template writes it, because then each turn counts as a final answer."""
+        template, functions = template_of(self.tokenizer).with_tools, variables["tools"] or []
+        name = next((tool["function"]["name"] for tool in functions if "function" in tool), "")
+        if not name or name in self._known:
+            return
+        self._known.add(name)
+        call = {"type": "function", "id": "0" * 9, "function": {"name": name, "arguments": {}}}
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        render = partial(template.render, variables=variables, today=self.today)
+        try:
+            before, whole = render(asked[:1]), render(asked)
+        except ValueError:  # the template refuses these messages
+            return
+        same = next((at for at, pair in enumerate(zip(before, whole, strict=False)) if len({*pair}) > 1), len(before))  # fmt: skip
+        written = whole[len(re.sub(r"(?:<[^<>]*|\[[^\[\]]*)\Z", "", whole[:same])) :]
+        if name in written and ToolCall(name, {}) not in tool_calls(written, functions):
+            warnings.warn(
+                f"chat template {template.name} writes a tool call in a format that is not read: {written!r:.200}. A turn with such a call counts as a final answer. "
+                "Use a model with a format that docs/write_an_environment.md lists, or parse turn.marked_text in an environment of your own",
+                stacklevel=2,
+            )
 
     def _messages(self, messages: Sequence[Any], after: Before) -> Int[np.ndarray, " new"]:
         template, guard = template_of(self.tokenizer), Guarding(self.tokenizer)

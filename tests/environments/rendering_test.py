@@ -1,5 +1,6 @@
 """Texts, ids and messages become ids; nothing is tokenized twice, and a tool's text contains no special token."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -231,3 +232,21 @@ def test_a_result_continues_the_turn_if_the_template_writes_it_after_the_call(en
         f'<|tool_response>response:{one["name"]}{{value:<|"|>4{end}<|"|>}}<tool_response|>' for one in results
     ]
     assert found == "".join(expected).removeprefix(end)
+
+
+CALLS = (
+    "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for one in m.tool_calls or [] %}BEGIN{{ one.function.name }}{{ one.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}<assistant><think></think>"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("begin", "warns"), [("[TOOL_CALLS]", 0), ("<|call|>", 1), ('<tool_call>{"name": "add"} ', 0)]
+)
+def test_calls_in_an_unknown_format_are_warned_of(begin, warns):
+    """The prompt opens thoughts, which this message does not have. Their mark begins like the mark of a call."""
+    tokenizer = HuggingFaceTokenizer(files_of(template=CALLS.replace("BEGIN", begin)))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        Rendering(tokenizer=tokenizer).context_ids(Context([ASKED], tools=[{"function": {"name": "add"}}]))
+    assert len([one for one in found if f"{begin}add" in str(one.message)]) == len(found) == warns
