@@ -97,6 +97,7 @@ class Cluster:
                 f"cluster.address={address}: there is no Ray cluster ({error}); {remedy}"
             ) from error
         self._actors: list[Actor] = []
+        self._closed = False
         try:
             _check_token(address, [node.address for node in self.nodes()])
         except ValueError:
@@ -107,9 +108,10 @@ class Cluster:
         """Returns the nodes that are alive, in the order of their addresses."""
         import ray
 
+        found = [] if self._closed else ray.nodes()
         nodes = [
             Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
-            for node in ray.nodes()
+            for node in found
             if node["Alive"]
         ]
         return sorted(nodes, key=lambda node: (node.address, node.id))
@@ -156,6 +158,8 @@ class Cluster:
         remote = ray.remote(_Inside).options(
             max_restarts=0, max_concurrency=concurrency, scheduling_strategy=where, **special
         )
+        if self._closed:  # ray would start a cluster
+            raise DiedError(f"{load} cannot start: the connection to the cluster was closed")
         own = facts(packages, files)
         at = node.address if node else "a node that Ray chooses"
         actor = Actor(remote.remote(), f"{load.rpartition(':')[2]} on {at}")
@@ -191,6 +195,7 @@ class Cluster:
         """Ends all actors and the connection."""
         import ray
 
+        self._closed = True
         for actor in list(self._actors):
             self.kill(actor)
         ray.shutdown()

@@ -14,6 +14,7 @@ from dapo_jax.config.loss_schema import TeacherConfig as TeacherConfig
 from dapo_jax.config.model_schema import LoraConfig as LoraConfig
 from dapo_jax.config.model_schema import ModelConfig as ModelConfig
 from dapo_jax.config.model_schema import SamplingConfig as SamplingConfig
+from dapo_jax.config.reward_schema import ClusterConfig as ClusterConfig
 from dapo_jax.config.reward_schema import EnvironmentConfig as EnvironmentConfig
 from dapo_jax.config.reward_schema import GraderConfig as GraderConfig
 from dapo_jax.config.reward_schema import OverlongConfig as OverlongConfig

@@ -1,4 +1,4 @@
-"""The sections `reward`, `environment` and `workers`."""
+"""The sections `reward`, `environment`, `workers` and `cluster`."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -167,3 +167,22 @@ class WorkersConfig(Section, at="workers"):
     def _with_defaults(self, count: int, timeout_s: float) -> Workers:
         count = count if self.count is None else self.count
         return Workers(count, timeout_s if self.timeout_s is None else self.timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig(Section, at="cluster"):
+    """Other machines, which are the nodes of a Ray cluster, see [On several machines](several_machines.md)."""
+
+    address: str = key("")
+    """The Ray cluster: `HOST:PORT` of its head, or `auto` for the cluster that was started on this machine (needs the `cluster` extra). Empty means no cluster. A cluster that other machines
+    can reach needs RAY_AUTH_MODE=token."""
+    workers: bool = key(False)
+    """Run the worker processes of graders or of the environment on the nodes that offer CPUs to Ray, in proportion to these CPUs. `workers.count` is their number. Their limits stay the same, and
+    results do not depend on it."""
+
+    def check_together(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        if self.address not in ("", "auto") and not (host and port.isdigit()):
+            self.refuse("address", "auto or HOST:PORT", "`ray start --head` prints the address")
+        if self.address and not self.workers:
+            self.refuse("address", "cluster.workers=true", "set it, or leave the address out")

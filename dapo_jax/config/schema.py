@@ -19,7 +19,13 @@ from dapo_jax.config.loss_schema import (
     TeacherConfig,
 )
 from dapo_jax.config.model_schema import DTYPES, TEMPERATURE, LoraConfig, ModelConfig, SamplingConfig
-from dapo_jax.config.reward_schema import EnvironmentConfig, RewardConfig, SandboxConfig, WorkersConfig
+from dapo_jax.config.reward_schema import (
+    ClusterConfig,
+    EnvironmentConfig,
+    RewardConfig,
+    SandboxConfig,
+    WorkersConfig,
+)
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
 
 SHARE = Range("0 to 1", lambda v: 0 <= v <= 1)
@@ -347,6 +353,7 @@ class TrainConfig(RunConfig):
     """Number of seconds without progress (in data, sampling, grading, updates, files or other processes) after which the run ends with a report on
     every thread and process. It must be longer than the longest compilation. 0 means no limit."""
     environment: EnvironmentConfig = key(default_factory=EnvironmentConfig, only_with="environment.source")
+    cluster: ClusterConfig = key(default_factory=ClusterConfig, only_with="cluster.address", may_change=True)
     dynamic_sampling: DynamicSamplingConfig = key(
         default_factory=DynamicSamplingConfig, aliases="filter_groups"
     )
@@ -412,6 +419,11 @@ class TrainConfig(RunConfig):
             )
             remedy = f"{buffer} > {most}: the paper's is a fifth of the limit, here {max(1, most // 5)}; or set reward.overlong.enabled=false"
             self.refuse("reward.overlong.buffer_tokens", f"at most {name} = {most}", remedy)
+        workers = self.workers.of_environment if environment.source else self.workers.of_graders
+        if self.cluster.workers and not workers.count:
+            self.refuse(
+                "cluster.workers", "workers.count of 1 or more", "set workers.count, for example to 8"
+            )
         if environment.source and self.parallel.sampler_hosts > 1:
             remedy = "processes that share a sampler run its programs together, but environments do not answer together: set parallel.sampler_hosts=1"
             self.refuse("environment.source", "a sampler for each process", remedy)

@@ -27,16 +27,23 @@ class WorkerEnvironment:
     """An environment whose episodes run in worker processes. Each worker starts when it is first needed."""
 
     def __init__(
-        self, source: str, *, workers: int, timeout_s: float, memory_mb: int, **options: Any
+        self,
+        source: str,
+        *,
+        workers: int,
+        timeout_s: float,
+        memory_mb: int,
+        worker: Callable[..., Worker] = Worker,
+        **options: Any,
     ) -> None:
         """Checks in a temporary worker that the environment can be loaded, and raises ValueError if not.
 
-        A call lasts at most `timeout_s` seconds. Each of the `workers` processes may allocate `memory_mb` megabytes after loading. `options` are arguments of
-        `load_environment`.
+        A call lasts at most `timeout_s` seconds. Each of the `workers` processes may allocate `memory_mb` megabytes after loading. `worker` starts a worker, with the
+        arguments of `Worker`. `options` are arguments of `load_environment`.
         """
         setup = {"source": source, "timeout_s": timeout_s, "options": options}
         load = "dapo_jax.environments.inside_worker:load"
-        start = partial(Worker, load, setup, memory_mb=memory_mb)
+        start = partial(worker, load, setup, memory_mb=memory_mb)
         first = start()
         try:
             methods = first.ready.result()["methods"]

@@ -5,13 +5,15 @@ kill the worker, so a call is retried once if its worker had already answered ot
 """
 
 import contextlib
+import math
 import queue
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo_jax.dapo.rollouts import Lost, Verdict
 from dapo_jax.rewards.functions import GradeFunction, RewardError, grade_function, joined
@@ -38,15 +40,17 @@ class GradingPool:
         memory_mb: int,
         answer_marker: str = "=",
         whole_group: bool = False,
+        worker: Callable[..., Worker] = Worker,
     ) -> None:
         """Starts the workers without waiting for them to load the grader (see `load_reward` for its name and `answer_marker`).
 
         A call lasts at most `timeout_s` seconds. A worker may allocate `memory_mb` megabytes after loading. With `whole_group`, one
-        call grades all responses to a prompt.
+        call grades all responses to a prompt. `worker` starts a worker, with the arguments of `Worker`.
         """
         self._setup = {"grader": grader, "answer_marker": answer_marker}
         self._grader, self._timeout_s, self._memory_mb = grader, timeout_s, memory_mb
-        self._whole_group = whole_group
+        self._whole_group, self._workers, self._start_worker = whole_group, workers, worker
+        self._waiting = deque[_Queued]()
         self._lock = threading.Lock()
         self._asked = self._deaths = 0
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
@@ -60,7 +64,11 @@ class GradingPool:
         The future raises RewardError if the grader or its worker fails, and ValueError if the grader cannot be loaded.
         """
         calls = [samples] if self._whole_group else [[sample] for sample in samples]
-        return joined([self._threads.submit(self._verdicts, call) for call in calls])
+        queued = [_Queued(call, Future()) for call in calls]
+        self._waiting.extend(queued)
+        for _ in calls:
+            self._threads.submit(self._work)
+        return joined([call.verdicts for call in queued])
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
         """Returns the verdicts on the responses to one prompt, in the order of the responses."""
@@ -68,6 +76,8 @@ class GradingPool:
 
     def close(self) -> None:
         """Cancels queued calls, waits for the calls in progress, and ends the workers."""
+        for call in self._taken(len(self._waiting)):
+            call.verdicts.cancel()
         self._threads.shutdown(wait=True, cancel_futures=True)
         while not self._idle.empty():
             worker = self._idle.get()
@@ -75,36 +85,79 @@ class GradingPool:
             worker.join()
 
     def _start(self) -> Worker:
-        return Worker("dapo_jax.rewards.grading_pool:load_grader", self._setup, memory_mb=self._memory_mb)
+        load = "dapo_jax.rewards.grading_pool:load_grader"
+        return self._start_worker(load, self._setup, memory_mb=self._memory_mb)
 
-    def _verdicts(self, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts from one call. There are as many threads as workers, so each call finds an idle worker."""
-        with self._lock:
-            self._asked += 1
-        worker, retries = self._idle.get(), False
+    def _taken(self, most: int) -> list["_Queued"]:
+        """Removes up to `most` calls from the queue and returns them."""
+        calls = []
+        with contextlib.suppress(IndexError):
+            while len(calls) < most:
+                calls.append(self._waiting.popleft())
+        return calls
+
+    def _work(self) -> None:
+        """Grades waiting calls on an idle worker. There are as many threads as workers, so each thread finds one.
+
+        The worker gets its share of the waiting calls at once, but at most `Worker.together`. It grades them in their order, so the time of a call begins with
+        the answer to the call before.
+        """
+        worker = self._idle.get()
+        asked = deque[Future[dict[str, Any]]]()
         try:
-            while True:
-                gives_up = retries or worker.answered == 0
-                try:
-                    return self._answer_in_time(worker, call)
-                except EndedError as death:
-                    self._count_death(call, str(death), counts=not retries, gives_up=gives_up)
-                    if gives_up:
-                        return _lost(call, "died", str(death))
-                worker, retries = self._start(), True
+            share = math.ceil(len(self._waiting) / self._workers)
+            calls = self._taken(max(1, min(share, worker.together)))
+            for place, call in enumerate(calls):
+                if worker.ended is not None:
+                    worker = self._start()
+                    asked.clear()
+                if not asked:
+                    asked.extend(_ask(worker, each) for each in calls[place:])
+                before, worker = worker, self._give_verdicts(worker, call, asked.popleft())
+                if worker is not before:
+                    asked.clear()
         finally:
             self._idle.put(worker if worker.ended is None else self._start())
 
-    def _answer_in_time(self, worker: Worker, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns a worker's verdicts for one call, which are lost if the call exceeds a limit. Raises EndedError if the worker dies."""
+    def _give_verdicts(self, worker: Worker, call: "_Queued", asked: Future[dict[str, Any]]) -> Worker:
+        """Waits for the verdicts of a call that the worker was asked, and returns the worker, which is another one if it died."""
+        with self._lock:
+            self._asked += 1
+        retries = False
+        try:
+            while True:
+                try:
+                    call.verdicts.set_result(self._answer_in_time(worker, call.samples, asked))
+                    return worker
+                except EndedError as death:
+                    gives_up = retries or (worker.answered == 0 and not death.elsewhere)
+                    counts = not retries and not death.elsewhere
+                    self._count_death(call.samples, str(death), counts=counts, gives_up=gives_up)
+                    if gives_up:
+                        call.verdicts.set_result(_lost(call.samples, "died", str(death)))
+                        return worker
+                worker, retries = self._start(), True
+                asked = _ask(worker, call)
+        except Exception as error:
+            call.verdicts.set_exception(error)
+            return worker
+
+    def _answer_in_time(
+        self, worker: Worker, call: Sequence[Sample], asked: Future[dict[str, Any]]
+    ) -> list[Verdict]:
+        """Returns a worker's verdicts for a call that it was asked, which are lost if the call exceeds a limit. Raises EndedError if the worker dies."""
         try:
             worker.ready.result()
         except EndedError as error:
+            if error.elsewhere:
+                raise
             raise RewardError(f"reward function {self._grader}: {error}") from error
         try:
-            answer = worker.ask({"samples": call_of(call)}).result(self._timeout_s)
+            answer = asked.result(self._timeout_s)
         except TimeoutError:
             worker.end(EndedError("timeout", "a call took too long"))
+            if worker.ended is not None and worker.ended.elsewhere:
+                raise worker.ended from None
             return _lost(call, "timeout", f"no verdict within {self._timeout_s:g} s")
         if "memory" in answer:
             worker.end(EndedError("died", "the grader ran out of memory"))
@@ -129,6 +182,23 @@ class GradingPool:
             then = "the response counts as wrong" if gives_up else "retrying on a new worker"
             with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed or missing
                 print(f"reward function {self._grader}, on {where}: {cause}; {then}", file=sys.stderr)
+
+
+class _Queued(NamedTuple):
+    """A call that waits for a worker, and the future of its verdicts."""
+
+    samples: Sequence[Sample]
+    verdicts: Future[list[Verdict]]
+
+
+def _ask(worker: Worker, call: _Queued) -> Future[dict[str, Any]]:
+    """Asks a worker. If JSON cannot represent a sample, the future raises this error."""
+    try:
+        return worker.ask({"samples": call_of(call.samples)})
+    except (TypeError, ValueError) as error:
+        answer: Future[dict[str, Any]] = Future()
+        answer.set_exception(error)
+        return answer
 
 
 def _lost(call: Sequence[Sample], lost: Lost, reason: str) -> list[Verdict]:

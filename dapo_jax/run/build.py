@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
+from dapo_jax.cluster.engine import Cluster
+from dapo_jax.cluster.remote_worker import Places, RemoteWorker
 from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.dapo.advantages import Advantages, step_advantages
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.environments import Episodes
@@ -25,6 +28,7 @@ from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.grader_setup import (
     ConfiguredGrader,
+    StartWorker,
     check_graders,
     environment_of,
     episodes_of,
@@ -51,6 +55,7 @@ from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.run.updater_setup import has_reference, objective_of, record_notes, recorded_values, updater_of
 from dapo_jax.sampling.caches import without_kernel
 from dapo_jax.training.update import Model, Objective, Updater
+from dapo_jax.workers import Worker
 
 
 class Run:
@@ -78,7 +83,8 @@ class Run:
         meshes = meshes_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         graders = check_graders(config.reward, config.sandbox, reward=reward)  # before the model loads
         _check_advantages(config, advantages, graders)
-        environment = environment_of(config, reward=reward)
+        self._cluster, self._worker = _connected(config)
+        environment = environment_of(config, reward=reward, worker=self._worker)
         say("preparing prompts")  # before the weights load, which takes longer
         self._prompts = prompt_sets(config, tokenizer_of(config.model), rows=prompts, eval_rows=eval_rows)
         self._has_reference = has_reference(config, objective or objective_of(config.loss))
@@ -88,7 +94,7 @@ class Run:
         self.identity = identity_of(config, prompts=self._prompts.identity, model=files | teacher_files)
         """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
         self.notes = list(self._notes(resumes))
-        episodes = episodes_of(environment, config, self.policy.tokenizer)
+        episodes = episodes_of(environment, config, self.policy.tokenizer, worker=self._worker)
         watch = watch or Watch(0.0, end=lambda status, why: None)
         functions = [grader.loaded.function for grader in graders]
         self.counting = [function for function in functions if isinstance(function, Judge | CodeGrader)]
@@ -190,6 +196,7 @@ class Run:
             max_response_tokens=config.episode_tokens,
             graders=graders,
             on_submit=lambda: watch.note("grading the responses to a prompt"),
+            worker=self._worker,
         )
 
     def _step_batches(
@@ -255,8 +262,19 @@ class Run:
         return self._learner.learning_rate(step)
 
     def close(self) -> None:
-        """Stops the grading workers and their event loop."""
+        """Stops the grading workers and their event loop, and leaves the cluster."""
         self.sampling.close()
+        if self._cluster is not None:
+            self._cluster.close()
+
+
+def _connected(config: TrainConfig) -> tuple[Cluster | None, StartWorker]:
+    """Returns the cluster, if one is configured, and the function that starts a worker. Raises ConfigError if there is no connection to the cluster."""
+    if not config.cluster.address:
+        return None, Worker
+    with prefixed(""):
+        cluster = Cluster(config.cluster.address)
+    return cluster, partial(RemoteWorker, Places(cluster)) if config.cluster.workers else Worker
 
 
 def _check_advantages(

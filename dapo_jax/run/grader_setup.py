@@ -33,6 +33,7 @@ from dapo_jax.run.policy import Policy
 from dapo_jax.sandbox import Limits, load_sandbox
 from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.text.tokenizers import Tokenizer
+from dapo_jax.workers import Worker
 
 IN_THIS_PROCESS = TEXT_RULES | ROW_GRADERS.keys()
 """Graders that run in this process, because they cannot hang, or because their rows cannot be sent to a worker as JSON."""
@@ -44,6 +45,8 @@ WORKER_MEMORY_MB = 2048
 """Maximum memory in MiB that a worker may use in addition to its loaded grader or environment. Enforced only on Linux."""
 
 Close = Callable[[], None]
+StartWorker = Callable[..., Worker]
+"""A function with the arguments of `Worker`, which starts a worker."""
 
 
 def grading(
@@ -54,6 +57,7 @@ def grading(
     graders: Sequence["ConfiguredGrader"] = (),
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
+    worker: StartWorker = Worker,
 ) -> Grading:
     """Builds the `Grading` object that grades a run's responses. The caller must close it.
 
@@ -64,11 +68,12 @@ def grading(
         graders: the result of `check_graders`. If empty, the configured graders are loaded.
         episodes: the episodes of an environment. If given, the environment supplies the rewards instead of graders.
         on_submit: called before the responses to a prompt are submitted.
+        worker: starts a worker, on this machine or on another one.
     """
     reward, stop = config.reward, config.sampling.stop
     overlong = reward.overlong
     submit, close = (
-        submit_of(reward, graders, workers=config.workers.of_graders, sandbox=config.sandbox)
+        submit_of(reward, graders, workers=config.workers.of_graders, sandbox=config.sandbox, worker=worker)
         if episodes is None
         else (episodes.verdicts, episodes.close)
     )
@@ -91,6 +96,7 @@ def submit_of(
     *,
     workers: Workers = GRADER_WORKERS,
     sandbox: SandboxConfig | None = None,
+    worker: StartWorker = Worker,
 ) -> tuple[Submit, Close | None]:
     """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop (None if nothing was started).
 
@@ -119,6 +125,7 @@ def submit_of(
                 memory_mb=WORKER_MEMORY_MB,
                 answer_marker=config.answer_marker,
                 whole_group=grader.loaded.is_whole_group,
+                worker=worker,
             )
             submits.append(pool.submit)
             closing.append(pool.close)
@@ -205,7 +212,7 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
 
 
 def environment_of(
-    config: TrainConfig | EvaluateConfig, *, reward: Rewards | None = None
+    config: TrainConfig | EvaluateConfig, *, reward: Rewards | None = None, worker: StartWorker = Worker
 ) -> Environment | None:
     """Loads the environment of a run, or returns None if no environment is configured. Call it before slow work such as loading a model. Raises ConfigError if
     the environment cannot be loaded, or `reward` was given as well."""
@@ -227,13 +234,18 @@ def environment_of(
                 workers=workers.count,
                 timeout_s=workers.timeout_s,
                 memory_mb=WORKER_MEMORY_MB,
+                worker=worker,
                 **options,
             )
         return load_environment(source, **options)
 
 
 def episodes_of(
-    environment: Environment | None, config: TrainConfig | EvaluateConfig, tokenizer: Tokenizer
+    environment: Environment | None,
+    config: TrainConfig | EvaluateConfig,
+    tokenizer: Tokenizer,
+    *,
+    worker: StartWorker = Worker,
 ) -> Episodes | None:
     """Returns the episodes of a run or an evaluation, or None if there is no environment. The caller must close the episodes."""
     if environment is None:
@@ -245,7 +257,9 @@ def episodes_of(
     closing = [environment.close if in_workers else None]
     if limits.is_agent and config.reward.grader != RewardConfig.grader:
         workers = config.workers.of_graders
-        grade, close_graders = submit_of(config.reward, workers=workers, sandbox=config.sandbox)
+        grade, close_graders = submit_of(
+            config.reward, workers=workers, sandbox=config.sandbox, worker=worker
+        )
         closing.append(close_graders)
 
     def close() -> None:

@@ -33,13 +33,18 @@ _ENDING_S = 2.0
 class EndedError(Exception):
     """Raised if a worker ends before it has answered a call."""
 
-    def __init__(self, lost: Literal["died", "timeout"], reason: str) -> None:
+    def __init__(self, lost: Literal["died", "timeout"], reason: str, *, elsewhere: bool = False) -> None:
         super().__init__(reason)
         self.lost: Literal["died", "timeout"] = lost
+        self.elsewhere = elsewhere
+        """Whether the worker's machine was lost, so that no call is to blame."""
 
 
 class Worker:
     """A handle for one worker process. One thread starts it and receives its answers, and another sends calls to it."""
+
+    together = 1
+    """Maximum number of calls that a pool should ask at once, because a message is slow compared with a call."""
 
     def __init__(self, load: str, setup: Mapping[str, Any], *, memory_mb: int) -> None:
         """Starts the process without waiting for it. The process calls `load`, a `module:function`, with `setup`, a JSON object.
@@ -78,7 +83,7 @@ class Worker:
         with self._lock:
             if self.ended is not None:
                 return
-            if not self.ready.done():
+            if not self.ready.done() and not why.elsewhere:
                 remedy = "a file or module must load in a separate process, without waiting and without ending the process"
                 why = EndedError(why.lost, f"its worker did not start: {why}; {remedy}")
             self.ended = why

@@ -1,6 +1,7 @@
-"""Fixtures: a Ray cluster on this machine."""
+"""Fixtures: Ray clusters on this machine."""
 
 import contextlib
+import os
 
 import pytest
 
@@ -10,26 +11,39 @@ from tests.cluster.engine_test import processes_of_ray
 class TwoNodes:
     """A cluster of two nodes on two loopback addresses, whose ports other machines do not reach."""
 
-    def __init__(self, cluster_class):
+    def __init__(self):
         self.before = processes_of_ray()
+        cluster_class = pytest.importorskip("ray.cluster_utils", reason="needs the extra `cluster`").Cluster
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         sizes = {"num_cpus": 1, "num_gpus": 0, "resources": {"TPU": 1}, "object_store_memory": 80 << 20}
         self._cluster = cluster_class(True, head_node_args={"node_ip_address": "127.0.0.2", **sizes})
         self.address = self._cluster.address
-        self._nodes = {"127.0.0.3": self._cluster.add_node(node_ip_address="127.0.0.3", **sizes)}
+        self.nodes = {"127.0.0.3": self._cluster.add_node(node_ip_address="127.0.0.3", **sizes)}
 
     def lose(self, address):
         """Kills all processes of a node."""
-        self._cluster.remove_node(self._nodes.pop(address), allow_graceful=False)
+        self._cluster.remove_node(self.nodes.pop(address), allow_graceful=False)
 
     def close(self):
         self._cluster.shutdown()
 
 
 @pytest.fixture
-def two_nodes(monkeypatch):
-    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs the extra `cluster`")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    nodes = TwoNodes(cluster_utils.Cluster)
+def two_nodes():
+    with cluster() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def cluster_of_two():
+    """A function that starts a cluster of two nodes and returns its address."""
+    with contextlib.ExitStack() as opened:
+        yield lambda: opened.enter_context(cluster()).address
+
+
+@contextlib.contextmanager
+def cluster():
+    nodes = TwoNodes()
     yield nodes
     import ray
 

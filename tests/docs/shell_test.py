@@ -91,6 +91,7 @@ def test_a_command_is_understood_by_its_program(page, line):
         "pip": installs_what_there_is,
         "pytest": runs_tests_that_exist,
         "python": runs_a_file_or_a_module,
+        "ray": is_a_command_of_ray,
         "bash": tried_dry,
         "sbatch": tried_dry,
     }
@@ -135,6 +136,12 @@ def test_the_commands_for_a_first_day_run_one_after_the_other(tmp_path, capsys):
             assert status == 0, f"{line}: {capsys.readouterr().err}"
             ran.append(words[0])
     assert {"train", "report", "sample", "eval", "convert", "score"} == set(ran)
+
+
+def is_a_command_of_ray(program, words):
+    """Reads the words with Ray's own options."""
+    scripts = pytest.importorskip("ray.scripts.scripts", reason="needs the extra `cluster`")
+    scripts.cli.commands[words[0]].make_context(words[0], words[1:])
 
 
 def is_a_command(program, words):

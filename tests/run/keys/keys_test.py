@@ -45,6 +45,8 @@ SEEN_IN_RUNS = {
     "environment.turn_tokens": "run/turns_test",
     "reward.overlong.enabled": "run/build_test",
     "eval.samples_per_prompt": "cli_test",
+    "cluster.address": "cluster/run_test",
+    "cluster.workers": "cluster/run_test",
 }
 """Keys without a watcher: another test sees the effect in a run."""
 

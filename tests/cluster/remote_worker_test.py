@@ -1,0 +1,178 @@
+"""Workers on nodes, on a double of the cluster: nodes that are lost or frozen, calls that are sent together, files and versions that differ."""
+
+import time
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from dapo_jax.cluster import remote_worker
+from dapo_jax.cluster.engine import Node
+from dapo_jax.cluster.remote_worker import Places, RemoteWorker, WorkerHost, user_files
+from dapo_jax.environments.worker_environment import WorkerEnvironment
+from dapo_jax.rewards.functions import RewardError
+from dapo_jax.rewards.grading_pool import GradingPool
+from tests.cluster.threads import ThreadCluster
+from tests.environments import worker_environment_test as episodes_of_workers
+from tests.environments.scripted import Scripted
+from tests.rewards.grading_pool_test import HERE, sample, samples
+
+GRADER = f"{HERE}:hostile"
+
+
+@pytest.fixture
+def cluster():
+    with closing(ThreadCluster()) as opened:
+        yield opened
+
+
+def pool(cluster, *, workers=1, grader=GRADER, timeout_s=5.0):
+    worker = partial(RemoteWorker, Places(cluster))
+    return closing(GradingPool(grader, workers=workers, timeout_s=timeout_s, memory_mb=128, worker=worker))
+
+
+def once_begun(cluster, count=1):
+    """Waits until so many workers have loaded their grader, and returns their actors."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        begun = [actor for actor in cluster.started if actor.object._worker.ready.done()]
+        if len(begun) >= count:
+            return begun
+        time.sleep(0.01)
+    raise AssertionError("no worker began")
+
+
+def test_workers_are_spread_and_calls_are_sent_together(cluster, monkeypatch):
+    sent = []
+    ask = WorkerHost.ask
+    monkeypatch.setattr(WorkerHost, "ask", lambda host, lines: sent.append(len(lines)) or ask(host, lines))
+    with pool(cluster, workers=2) as grading:
+        once_begun(cluster, 2)
+        verdicts = grading.submit(samples("34", *map(str, range(99)))).result(60)
+        assert [verdict.correct for verdict in verdicts] == [True, *(n == 34 for n in range(99))]
+        assert [actor.node.address for actor in cluster.started] == ["10.0.0.1", "10.0.0.2"]
+    assert sum(sent) == 100
+    # A worker gets its share of the waiting calls, at most 16: two times 16 of 100, and so on. Two messages for each call would be 100.
+    assert len(sent) <= 40
+    assert all(actor.died for actor in cluster.started)
+
+
+def test_the_calls_of_a_lost_node_are_repeated_once_on_another_node(cluster, capfd):
+    with pool(cluster) as grading:
+        [lost] = once_begun(cluster)
+        asked = grading.submit(samples("slow", "34", answer="slow"))
+        time.sleep(0.2)  # the first call lasts 0.4 s
+        cluster.lose(lost.node)
+        assert [verdict.correct for verdict in asked.result(60)] == [True, False]
+        assert [actor.node.address for actor in cluster.started] == ["10.0.0.1", "10.0.0.2"]
+        assert grading.grade([sample("34")])[0].correct
+    assert capfd.readouterr().err.count("its node died; retrying on a new worker") == 1
+
+
+# Slow: three workers in turn.
+@pytest.mark.slow
+def test_lost_nodes_are_no_deaths_of_the_grader(cluster):
+    """Three deaths in three calls would be an error of the grader."""
+    with pool(cluster, workers=1) as grading:
+        for number in range(1, 4):
+            actor = once_begun(cluster, number)[-1]
+            asked = grading.submit([sample("slow", answer="slow")])
+            time.sleep(0.1)
+            actor.die("its node died")
+            assert asked.result(60)[0].correct
+
+
+def test_the_calls_of_a_frozen_node_are_repeated_once_on_another_node(cluster, monkeypatch):
+    """The node has been silent for more than three polls of 0.1 s when the time of the call ends."""
+    monkeypatch.setattr(remote_worker, "_POLL_S", 0.1)
+    with pool(cluster, timeout_s=1.0) as grading:
+        [frozen] = once_begun(cluster)
+        cluster.freeze(frozen.node)
+        assert grading.grade([sample("34")])[0].correct
+        assert cluster.started[-1].node != frozen.node
+        cluster.moving[frozen.node.id].set()
+
+
+def test_a_call_that_hangs_on_a_node_that_answers_is_lost_as_ever(cluster):
+    with pool(cluster, timeout_s=0.5) as grading:
+        once_begun(cluster)
+        [verdict] = grading.grade([sample("hang")])
+        assert (verdict.lost, verdict.reason) == ("timeout", "no verdict within 0.5 s")
+
+
+def test_a_silent_node_is_lost_before_the_time_of_a_long_call_ends(cluster, monkeypatch):
+    monkeypatch.setattr(remote_worker, "SILENT_S", 1.5)
+    with pool(cluster, timeout_s=600.0) as grading:
+        [frozen] = once_begun(cluster)
+        cluster.freeze(frozen.node)
+        assert grading.submit([sample("34")]).result(20)[0].correct
+        cluster.moving[frozen.node.id].set()
+
+
+def test_other_versions_and_files_are_refused(cluster):
+    cluster.facts = {"numpy": "1.0", str(HERE): "no such file"}
+    with pool(cluster) as grading, pytest.raises(ValueError, match=r"numpy is .* here, but 1.0 there") as why:
+        grading.grade([sample("34")])
+    assert f"{HERE} is the digest" in str(why.value)
+
+
+def test_without_a_node_for_it_a_worker_is_an_error_with_what_is_needed(cluster):
+    cluster.all = [Node("n1", "10.0.0.1", {"TPU": 4.0})]
+    with (
+        pool(cluster) as grading,
+        pytest.raises(ValueError, match="none of the cluster's 1 nodes offers CPUs"),
+    ):
+        grading.grade([sample("34")])
+    cluster.all = [Node("n1", "10.0.0.1", {"CPU": 4.0})]
+    cluster.start = lambda *_, **__: (_ for _ in ()).throw(remote_worker.DiedError("no answer"))
+    with (
+        pool(cluster) as grading,
+        pytest.raises(RewardError, match="cannot start a worker on a node: no answer"),
+    ):
+        grading.grade([sample("34")])
+
+
+def test_places_are_in_proportion_to_cpus_and_not_on_lost_nodes(cluster):
+    cluster.all = [Node(name, name, {"CPU": cpus}) for name, cpus in (("a", 6.0), ("b", 2.0), ("c", 0.0))]
+    places = Places(cluster)
+    taken = [places.take() for _ in range(8)]
+    assert sorted(node.id for node in taken) == ["a"] * 6 + ["b"] * 2
+    places.free(taken[0], lost=True)
+    assert {places.take().id for _ in range(20)} == {"b"}
+
+
+def test_files_of_the_user_are_found_in_every_form_of_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("my.py", "agent.py", "pack/mine.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    for value, names in {
+        "my.py:grade": ["my.py"],
+        "trl:my.py:Class+reward": ["my.py"],
+        "pack.mine:grade": ["pack/mine.py"],
+        "command:python agent.py --x": ["agent.py"],
+        f"{tmp_path}/my.py:grade": ["my.py"],
+        "math": [],
+        "collections:Counter": [],
+    }.items():
+        found = user_files({"grader": value, "answer_marker": "=", "options": {}})
+        assert found == [str(tmp_path / name) for name in names], value
+
+
+def test_an_environments_episodes_go_on_when_their_node_is_lost(cluster):
+    """The new worker replays the turns, so the answers are the same as without workers."""
+    worker = partial(RemoteWorker, Places(cluster))
+    source = f"{episodes_of_workers.SCRIPTED}:Scripted"
+    remote = WorkerEnvironment(source, workers=1, timeout_s=5.0, memory_mb=512, worker=worker)
+    play, answers = episodes_of_workers.play, []
+    asked = episodes_of_workers.prompt()
+    for environment in (Scripted(), remote):
+        with episodes_of_workers.playing(environment) as episodes:
+            found = [episodes_of_workers.appended(episodes.start(asked, index)) for index in range(2)]
+            found += [play(episodes, asked, 0, "a", "b"), play(episodes, asked, 1, "c")]
+            if environment is remote:
+                cluster.lose(cluster.started[-1].node)
+            found += [play(episodes, asked, 0, "echo"), play(episodes, asked, 1, "d")]
+            answers.append(found)
+    assert answers[0] == answers[1]
+    assert len({actor.node.id for actor in cluster.started}) == 2
