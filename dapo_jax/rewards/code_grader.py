@@ -34,33 +34,79 @@ for name, text in ask({}).items():
 sys.argv = ["checker", "input", "output", "submission"]
 """
 _JUDGE = """
-import builtins, sys, types
+import ast, builtins, sys, types
+functions = []
+def keep(value):
+    if type(value) in (Stub, Remote):
+        return {"kept": value.__name__}
+    if not callable(value):
+        return {"opaque": type(value).__name__}
+    functions.append(value)
+    return {"kept": f"@{len(functions) - 1}"}
+def asked(name, args, kwargs, on):
+    data = packed(list(args), 0, keep), packed(kwargs, 0, keep)
+    reply = ask({"name": name, "args": data[0], "kwargs": data[1], "back": True, "on": on})
+    while "callback" in reply:
+        try:
+            value = functions[reply["callback"]](*unpacked(reply["args"], Remote))
+            answer = {"value": packed(value, 0, keep)}
+        except Exception as problem:
+            answer = {"raise": [type(problem).__name__, str(problem)]}
+        reply = ask({"answer": answer})
+    if "raise" in reply:
+        kind = getattr(builtins, reply["raise"][0], None)  # the program may have forged the name
+        is_error = isinstance(kind, type) and issubclass(kind, Exception)
+        try:
+            error = kind(*unpacked(reply["raise"][2], Remote)) if is_error else RuntimeError(reply["raise"][1])
+        except Exception:
+            error = RuntimeError(reply["raise"][1])
+        raise error
+    for old, new in zip(args, unpacked(reply["args"], Remote)):
+        if type(old) is type(new) is list:
+            old[:] = new
+        elif type(old) is type(new) in (dict, set):
+            old.clear()
+            old.update(new)
+    return unpacked(reply["value"], Remote)
 class Stub:
     def __init__(self, name):
         self.__name__ = name
     def __getattr__(self, name):
         return Stub(f"{self.__name__}.{name}")
     def __call__(self, *args, **kwargs):
-        reply = ask({"name": self.__name__, "args": packed(list(args)), "kwargs": packed(kwargs), "back": True})
-        if "raise" in reply:
-            kind = getattr(builtins, reply["raise"][0], None)  # the program may have forged the name
-            is_error = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if is_error else RuntimeError)(reply["raise"][1])
-        for old, new in zip(args, unpacked(reply["args"])):
-            if type(old) is type(new) is list:
-                old[:] = new
-            elif type(old) is type(new) in (dict, set):
-                old.clear()
-                old.update(new)
-        return unpacked(reply["value"])
+        return asked(self.__name__, args, kwargs, False)
+    def __instancecheck__(self, value):
+        return type(value) is Remote and asked("isinstance", (value, self), {}, True) is True
+class Remote:
+    def __init__(self, name):
+        vars(self)["__name__"] = name
+    def __eq__(self, other):
+        return type(other) is Remote and asked("eq", (self, other), {}, True) is True
+    __hash__ = object.__hash__
+for operation in "getattr setattr call iter next len str repr bool getitem setitem delitem".split():
+    def method(self, *args, _operation=operation, **kwargs):
+        return asked(_operation, (self, *args), kwargs, True)
+    setattr(Remote, f"__{operation}__", method)
 class Names(dict):
     def __missing__(self, name):
         return Stub(name)
+def tested(name, texts):
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    made = {getattr(node, "name", None) or getattr(node, "arg", None) for node in nodes}
+    made |= {node.asname for node in nodes if isinstance(node, ast.alias)}
+    made |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)} - made
+    known = {name: vars(builtins)[name] for name in called if name in vars(builtins)}
+    if name or called - known.keys():
+        return [name] if name else []
+    known = {name: value for name, value in known.items() if not (isinstance(value, type) and issubclass(value, BaseException))}
+    return [name for name, value in known.items() if getattr(value, "__module__", "") != "builtins"] or [*known]
 job = ask({})
 solution = types.ModuleType("solution")
 solution.__getattr__ = Stub
 sys.modules["solution"] = solution
 space = {"__builtins__": Names(vars(builtins)), "__name__": "tests", "stub": Stub}
+space.update((name, Stub(name)) for name in tested(job["name"], [job["setup"], *job["code"]]))
 exec(job["setup"], space)
 for code in job["code"]:
     why = ""
@@ -70,7 +116,8 @@ for code in job["code"]:
         why = f"{type(problem).__name__} {problem}"
     ask({"why": why})
 """
-"""The judge, which runs tests that are code. Names that the tests do not define themselves are functions of the program, which runs in another sandbox."""
+"""The judge, which runs tests that are code. Names that the tests do not define themselves are functions and classes of the program, which runs in another sandbox. Its
+objects stay there. A `Remote` forwards the operations of a test on such an object, but never compares it with a value of the test, so the program learns no expected value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,13 +257,17 @@ class CodeGrader:
             self.sandbox.live(program, "calls") as solution,
         ):
             await judge.said()
-            await judge.tell({"setup": tests.setup, "code": tests.code})
+            await judge.tell({"name": tests.name, "setup": tests.setup, "code": tests.code})
             for code in tests.code:
-                while (message := await judge.said()) is not None and "name" in message:
+                while (message := await judge.said()) is not None and "why" not in message:
                     asked, reply = True, await _reply(solution, message)
                     if "ended" in reply:
                         return [*results, reply["ended"]]
                     await judge.tell(reply)
+                if message is not None and "refused" in message:
+                    raise ValueError(
+                        f"{_shown(code)}: {message['refused']}, which is not supported; remove the row"
+                    )
                 if message is None and not asked:
                     why = _failure(await judge.ended())
                     remedy = "remove the row, or set sandbox.python to an interpreter with the packages"
@@ -228,6 +279,8 @@ class CodeGrader:
                 if self._ends(results):
                     break
                 await judge.tell({})
+        if not asked:
+            raise ValueError(f"the tests {_shown(tests.code)} do not call the program; remove the row")
         return results
 
 

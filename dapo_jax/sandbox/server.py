@@ -10,9 +10,11 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import linecache
+import operator
 import os
 import platform
 import random
@@ -57,11 +59,17 @@ sched_setparam 142 118 sched_setscheduler 144 119 sched_setaffinity 203 122 sche
 acct 163 89 quotactl 179 60 reboot 169 142 swapon 167 224 swapoff 168 225 syslog 103 116 sethostname 170 161 setdomainname 171 162
 """
 """System calls that fail with EPERM, each with its number on x86-64 and on aarch64."""
+OPERATIONS = {
+    **{kind.__name__: kind for kind in (getattr, setattr, iter, next, len, str, repr, bool, isinstance)},
+    **{name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "eq")},
+    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
+}
+"""The operations of tests on an object of a program. Operations that would tell the program an expected value, such as `in` and arithmetic, are missing."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def packed(value, depth=0):
-    """Converts plain data to JSON-serializable data that keeps its types. Any other object becomes {"opaque": type}, which equals nothing."""
+def packed(value, depth=0, keep=None):
+    """Converts plain data to JSON-serializable data that keeps its types. Any other object becomes the result of `keep`, or {"opaque": type}, which equals nothing."""
     if value is None or isinstance(value, (bool, str, float)):
         return value
     if isinstance(value, int):  # decimal text of long integers is slow and limited
@@ -69,27 +77,30 @@ def packed(value, depth=0):
     if isinstance(value, (bytes, complex)):
         return {"literal": repr(value)}
     if isinstance(value, dict) and depth < DEEPEST:
-        return {"dict": [[packed(key, depth + 1), packed(item, depth + 1)] for key, item in value.items()]}
+        return {"dict": [[packed(part, depth + 1, keep) for part in item] for item in value.items()]}
     for kind in (list, tuple, set, frozenset) if depth < DEEPEST else ():
         if isinstance(value, kind):
-            items = [packed(item, depth + 1) for item in value]
+            items = [packed(item, depth + 1, keep) for item in value]
             return items if kind is list else {kind.__name__: items}
-    return {"opaque": type(value).__name__}
+    return keep(value) if keep else {"opaque": type(value).__name__}
 
 
-def unpacked(data):
-    """Converts the result of `packed` back. An opaque value becomes a new object. Only call it inside a sandbox, because data may be hostile."""
+def unpacked(data, kept=None):
+    """Converts the result of `packed` back. `kept` returns the object for {"kept": name}. An opaque value becomes a new object. Only call it inside a sandbox,
+    because data may be hostile."""
     if isinstance(data, list):
-        return [unpacked(item) for item in data]
+        return [unpacked(item, kept) for item in data]
     if not isinstance(data, dict):
         return data
     [(kind, inner)] = data.items()
     if kind == "literal":
         return ast.literal_eval(inner)
     if kind == "dict":
-        return {unpacked(key): unpacked(item) for key, item in inner}
+        return {unpacked(key, kept): unpacked(item, kept) for key, item in inner}
+    if kind == "kept" and kept:
+        return kept(inner)
     kinds = {"tuple": tuple, "set": set, "frozenset": frozenset}
-    return kinds[kind](map(unpacked, inner)) if kind in kinds else object()
+    return kinds[kind](unpacked(item, kept) for item in inner) if kind in kinds else object()
 
 
 def filter_of(machine):
@@ -279,7 +290,7 @@ class Runner:
         with open(4, encoding="utf-8", errors="surrogatepass") as file:
             self.text = file.read()
         module = types.ModuleType("solution" if mode == "calls" else "__main__")
-        self.calls, self.space = mode == "calls", module.__dict__
+        self.calls, self.space, self.kept = mode == "calls", module.__dict__, []
         self.messages = [open(3, how, closefd=False) for how in ("rb", "wb")]  # noqa: SIM115
         sys.modules[module.__name__] = module
         if mode == "judge":
@@ -335,24 +346,49 @@ class Runner:
         line = received.readline()
         return json.loads(line) if line else sys.exit()
 
-    def called(self, name, args, kwargs=None, back=False):
-        """Calls a function of the program, or `cell` if `name` is empty. Returns the value or the exception and, if `back` is set, the arguments, which may have changed."""
+    def called(self, name, args, kwargs=None, back=False, on=False):
+        """Calls a function of the program, or `cell` if `name` is empty, or with `on` one of `OPERATIONS` on objects. Returns the value or the exception. With `back`,
+        also returns the arguments, which may have changed, and objects that are not plain data are kept for later calls."""
         try:
-            args, kwargs = unpacked(args), unpacked(kwargs or {"dict": []})
+            args, kwargs = unpacked(args, self.found), unpacked(kwargs or {"dict": []}, self.found)
             if not name:
                 return {"value": self.cell(*args)}
-            *_, name = name.split(".")
-            if name not in self.space and "Solution" in self.space:
-                function = getattr(self.space["Solution"](), name)
-            else:
-                function = self.space[name]
-            value = packed(function(*args, **kwargs))
-            return {"value": value, "args": packed(args)} if back else {"value": value}
+            value = (OPERATIONS[name] if on else self.found(name))(*args, **kwargs)
+            keep = self.keep if back else None
+            return {"value": packed(value, 0, keep)} | ({"args": packed(args, 0, keep)} if back else {})
         except MemoryError:
             os._exit(MEMORY)
         except BaseException as error:
             self.show()
-            return {"raise": [type(error).__name__, " ".join(map(str, error.args))[:500]]}
+            raised = [type(error).__name__, " ".join(map(str, error.args))[:500]]
+            return {"raise": [*raised, packed(list(error.args))] if back else raised}
+
+    def found(self, name):
+        """Returns a kept object by its number, a function of the program or a method of its class `Solution` by its name, or a function of the tests by `@` and its number."""
+        if isinstance(name, int):
+            return self.kept[name]
+        if name.startswith("@"):
+            return lambda *args: self.asked(int(name[1:]), args)
+        first, *path = name.split(".")
+        if first in self.space and first != "Solution":
+            return functools.reduce(getattr, path, self.space[first])
+        *_, name = first, *path
+        if name not in self.space and "Solution" in self.space:
+            return getattr(self.space["Solution"](), name)
+        return self.space[name]
+
+    def asked(self, number, args):
+        """Calls a function of the tests."""
+        answer = self.ask({"callback": number, "args": packed(list(args), 0, self.keep)})["answer"]
+        if "raise" in answer:
+            kind = getattr(builtins, answer["raise"][0], None)
+            raise (kind if isinstance(kind, type) else RuntimeError)(answer["raise"][1])
+        return unpacked(answer["value"], self.found)
+
+    def keep(self, value):
+        """Keeps an object, and returns the data for it."""
+        self.kept.append(value)
+        return {"kept": len(self.kept) - 1}
 
     def cell(self, text):
         """Executes a text in the program's namespace, and prints the value of its last expression."""

@@ -330,6 +330,80 @@ def fail():
     check([case("", "passed", fenced(source), tests), case("", "wrong_answer", fenced(source), ["fail()"])])
 
 
+STACK = """
+class Stack:
+    def __init__(self, x=None): self.x = x or []
+    def push(self, v): self.x.append(v)
+    def pop(self): return self.x.pop()
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i): return self.x[i]
+    def __iter__(self): return iter(self.x)
+    def __eq__(self, o): return self.x == o.x
+    @classmethod
+    def of(cls, *a): return cls(list(a))
+def stacks(n): return [Stack([i]) for i in range(n)]
+def count(n): yield from range(n)
+def compose(*fs):
+    def g(x):
+        for f in fs: x = f(x)
+        return x
+    return g
+def first(f, default):
+    try: return f()
+    except ZeroDivisionError: return default
+"""
+
+
+def test_tests_use_objects_of_the_program_and_give_it_functions():
+    tests = [
+        "s = Stack()\ns.push(1)\ns.push(2)\nassert len(s) == 2 and s[0] == 1 and list(s) == s.x == [1, 2]\nassert s.pop() == 2",
+        "s = Stack.of(1, 2)\nassert s == Stack([1, 2]) and s != Stack([1]) and 2 in s and 3 not in s and isinstance(s, Stack)",
+        "s = Stack()\ntry:\n    s.pop()\n    assert False\nexcept IndexError:\n    s.x = [5]\nassert s.pop() == 5",
+        "assert [s.pop() for s in stacks(3)] == [0, 1, 2]",
+        "assert list(count(3)) == [0, 1, 2]",
+        "assert compose(lambda x: x + 1, lambda x: x * 2, str)(3) == '8'",
+        "assert first(lambda: 1 / 0, 7) == 7",
+    ]
+    check(
+        [
+            *(case(test, "passed", fenced(STACK), [test]) for test in tests),
+            case("wrong", "wrong_answer", fenced(STACK.replace("pop()", "pop(0)")), tests[:1]),
+        ]
+    )
+
+
+def test_an_object_never_equals_a_value_of_the_tests():
+    """An object that claims to equal everything, and operators that would tell the program an expected value."""
+    source = "class A:\n    def __eq__(self, o): return True\n    def __hash__(self): return hash(3)\n" + "".join(
+        f"    def __{name}__(self, *a): return {value}\n"
+        for name, value in {"sub": 0, "rsub": 0, "lt": True, "contains": True, "abs": 0, "round": 3, "index": 3, "int": 3}.items()
+    ) + "def f(): return A()\ndef g(): return [A()]"  # fmt: skip
+    tests = ["f() == 3", "3 == f()", "g() == [3]", "f() in {3}", "abs(f() - 3) < 1", "f() < 4", "3 in f()", "round(f()) == 3", "range(9)[f()] == 3"]  # fmt: skip
+    check([case(test, "wrong_answer", fenced(source), [f"assert {test}"]) for test in tests])
+
+
+@pytest.mark.parametrize(
+    ("source", "tests", "expected"),
+    [
+        ("def gcd(a, b): return a if not b else gcd(b, a % b)", ["gcd(12, 18) == 6", "gcd(5, 7) == 1"], "passed"),
+        ("def gcd(a, b): return 1", ["gcd(12, 18) == 6"], "wrong_answer"),
+        ("def sum(a, b): return a + b", ["sum(10, 15) == 25"], "passed"),
+        ("def chain(a, b): return a + b", ["chain([1], [2]) == [1, 2]"], "passed"),
+        ("def f(x): return x[::-1]", ["Counter(f('ab')) == Counter('ba')", "sum(map(ord, f('a'))) == 97"], "passed"),
+        ("def f(x): return 0\ndef Counter(x): return 1\nsum = abs = len = Counter", ["Counter(f('ab')) == Counter('ba')", "abs(f(1)) == 1"], "wrong_answer"),
+    ],
+)  # fmt: skip
+def test_a_function_may_have_a_name_of_python(source, tests, expected):
+    """If a test calls only such names, they are the program's. Otherwise they are Python's, or a program could replace them."""
+    check([case(tests, expected, fenced(source), [f"assert {test}" for test in tests])])
+
+
+def test_tests_that_do_not_call_the_program_are_refused():
+    """Otherwise every program would pass."""
+    with pytest.raises(ValueError, match="do not call the program; remove the row"):
+        graded([case("", "", fenced("def f(): return 2"), ["import math", "assert math.sqrt(4) == 2"])])
+
+
 def test_tests_that_cannot_run_are_no_verdict():
     """A package is missing in the sandbox, so every response would otherwise be wrong."""
     with pytest.raises(ValueError, match=r"ModuleNotFoundError.*set sandbox\.python"):
