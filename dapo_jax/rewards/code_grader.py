@@ -83,7 +83,11 @@ class Remote:
     def __eq__(self, other):
         return type(other) is Remote and asked("eq", (self, other), {}, True) is True
     __hash__ = object.__hash__
-for operation in "getattr setattr call iter next len str repr bool getitem setitem delitem".split():
+    def __getattr__(self, name):
+        if name.startswith("__"):  # other packages would use it to compare
+            raise AttributeError(name)
+        return asked("getattr", (self, name), {}, True)
+for operation in "setattr call iter next len str repr bool getitem setitem delitem".split():
     def method(self, *args, _operation=operation, **kwargs):
         return asked(_operation, (self, *args), kwargs, True)
     setattr(Remote, f"__{operation}__", method)

@@ -376,9 +376,9 @@ def test_an_object_never_equals_a_value_of_the_tests():
     """An object that claims to equal everything, and operators that would tell the program an expected value."""
     source = "class A:\n    def __eq__(self, o): return True\n    def __hash__(self): return hash(3)\n" + "".join(
         f"    def __{name}__(self, *a): return {value}\n"
-        for name, value in {"sub": 0, "rsub": 0, "lt": True, "contains": True, "abs": 0, "round": 3, "index": 3, "int": 3}.items()
+        for name, value in {"sub": 0, "rsub": 0, "lt": True, "contains": True, "abs": 0, "round": 3, "index": 3, "int": 3, "float": 3.0, "trunc": 3}.items()
     ) + "def f(): return A()\ndef g(): return [A()]"  # fmt: skip
-    tests = ["f() == 3", "3 == f()", "g() == [3]", "f() in {3}", "abs(f() - 3) < 1", "f() < 4", "3 in f()", "round(f()) == 3", "range(9)[f()] == 3"]  # fmt: skip
+    tests = ["f() == 3", "3 == f()", "g() == [3]", "f() in {3}", "abs(f() - 3) < 1", "f() < 4", "3 in f()", "round(f()) == 3", "range(9)[f()] == 3", "math.isclose(f(), 3)", "math.trunc(f()) == 3"]  # fmt: skip
     check([case(test, "wrong_answer", fenced(source), [f"assert {test}"]) for test in tests])
 
 
