@@ -109,9 +109,9 @@ def lines_of(paths):
 
 def test_library_tests_and_configuration_are_no_larger_than_their_limits():
     """The limits of the whole. They only fall; a commit that raises one needs a reason."""
-    assert lines_of(SOURCES) <= 49_337
-    assert lines_of((ROOT / "tests").rglob("*.py")) <= 59_081
-    assert len(leaf_types(TrainConfig)) <= 134
+    assert lines_of(SOURCES) <= 50_214
+    assert lines_of((ROOT / "tests").rglob("*.py")) <= 59_689
+    assert len(leaf_types(TrainConfig)) <= 138
 
 
 LONG_FILES = set[str]()

@@ -179,10 +179,26 @@ class ClusterConfig(Section, at="cluster"):
     workers: bool = key(False)
     """Run the worker processes of graders or of the environment on the nodes that offer CPUs to Ray, in proportion to these CPUs. `workers.count` is their number. Their limits stay the same, and
     results do not depend on it."""
+    samplers: int = key(0, only_with="rollout.in_flight")
+    """Number of sample workers of each training process: processes on other devices that sample the responses in flight (`rollout.in_flight`). The training devices then sample evaluations
+    only. 0 means that they sample everything."""
+    resources: dict[str, int] = key(default_factory=dict, only_with="cluster.samplers")
+    """Resources that each sample worker takes from its node, for example {GPU: 1}, or {TPU: 4} for all chips of a host. {} means CPUs."""
+    round_s: float = key(120.0, range=POSITIVE, only_with="cluster.samplers")
+    """Time limit of a round in seconds. A sample worker counts as dead if a round takes longer, and also longer than 10 times the median of its last rounds."""
 
     def check_together(self) -> None:
         host, _, port = self.address.rpartition(":")
         if self.address not in ("", "auto") and not (host and port.isdigit()):
             self.refuse("address", "auto or HOST:PORT", "`ray start --head` prints the address")
-        if self.address and not self.workers:
-            self.refuse("address", "cluster.workers=true", "set it, or leave the address out")
+        if self.address and not (self.workers or self.samplers):
+            self.refuse(
+                "address", "cluster.workers or cluster.samplers", "set one of them, or leave the address out"
+            )
+        if self.samplers and not self.address:
+            self.refuse("samplers", "cluster.address", "set it, or leave cluster.samplers out")
+        for name, count in self.resources.items():
+            if type(count) is not int or count < 1:
+                self.refuse(
+                    "resources", f"a whole number of 1 or more for {name}", "write for example {GPU: 1}"
+                )

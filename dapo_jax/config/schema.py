@@ -79,6 +79,9 @@ class RolloutConfig(Section, at="rollout"):
     max_staleness: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
     """Bound n on staleness, in steps. Each step waits for the groups in flight that started n steps earlier. No group starts while the unfinished and unused groups suffice for n + 1 steps.
     Training data is then rarely older than n steps, and never older than 2n + 1 steps. 0 means no bound."""
+    weight_rounds: int = key(0, range=ROUNDS, only_with="rollout.in_flight")
+    """Number of rounds that a step samples with its old weights after its groups are chosen. With sample workers (`cluster.samplers`), they run while the weights change, so neither side
+    waits. Their tokens are one version older. Without sample workers, they precede the updates. Choose fewer rounds than a step needs; `rollout/rounds` counts both."""
     saved: bool = key(False)
     """Train on the response that each row of the dataset has, instead of sampling, to distil on saved rollouts (https://arxiv.org/abs/2610.11291). A row is a line of RUN_DIR/rollouts, or
     of a file of `dapo-jax eval --keep`. Needs a teacher. Graders and the sampler are used in evaluations only."""
@@ -434,6 +437,9 @@ class TrainConfig(RunConfig):
             self._check_waves()
         if self.rollout.in_flight:
             self._check_in_flight()
+        if self.cluster.samplers and self.parallel.sampler_hosts > 1:
+            remedy = "each training process sends the weights to its own sample workers: set it to 1, or cluster.samplers=0"
+            self.refuse("parallel.sampler_hosts", "1 with cluster.samplers", remedy)
         if named(self.loss.objective).name == "vespo" and self.correction.kind != "none":
             remedy = "it weighs whole responses itself: set loss.old_logprobs=sampler or loss.correction=none"
             refuse("loss.correction", self.correction.kind, "none with loss.objective = 'vespo'", remedy)

@@ -6,7 +6,7 @@ sampler's arrays, the transfer needs memory for only one layer.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -125,15 +125,32 @@ class WeightTransfer:
 
         Only the first call compiles. The result remains valid after an update that donates `params`.
         """
-        layers = []
+        return self.whole([*self.parts(params)])
+
+    def parts(self, params: nnx.State) -> Iterator[nnx.State]:
+        """Transfers the weights one part at a time: each layer, then the ends. So a caller that sends parts elsewhere needs memory for only one layer."""
         for name, index in self._places:
             if name not in self._layer:
-                layers.append(nnx.State({}))
+                yield nnx.State({})
                 continue
             layer = local(self._layer[name](params[name], np.int32(index)), self._sampler[name])
-            layers.append(jax.block_until_ready(layer) if self._waits else layer)
-        ends = local(self._ends(_ends(params)), self._sampler["ends"])
-        return {"layers": tuple(layers), "ends": ends}
+            yield jax.block_until_ready(layer) if self._waits else layer
+        yield local(self._ends(_ends(params)), self._sampler["ends"])
+
+    def placed(self, index: int, leaves: Sequence[np.ndarray]) -> nnx.State:
+        """Places one of the `parts` of another process, given by its arrays, on the sampler's devices. Raises ValueError if the arrays have other shapes or dtypes."""
+        shapes, structure = jax.tree.flatten([*self.shapes["layers"], self.shapes["ends"]][index])
+        found, expected = ([f"{leaf.dtype}{leaf.shape}" for leaf in tree] for tree in (leaves, shapes))
+        if found != expected:
+            raise ValueError(
+                f"part {index} of the weights has the arrays {found}, needs {expected}: sampler and trainer need equal devices per copy of the weights"
+            )
+        pairs = zip(leaves, shapes, strict=True)
+        return jax.tree.unflatten(structure, [jax.device_put(leaf, shape.sharding) for leaf, shape in pairs])
+
+    def whole(self, parts: Sequence[nnx.State]) -> SamplerWeights:
+        """Returns the sampler's weights, which consist of all `parts`."""
+        return {"layers": tuple(parts[:-1]), "ends": parts[-1]}
 
     def shared(self, params: nnx.State) -> SamplerWeights:
         """Returns sampler weights that share the arrays of `params`, which must be separate per layer and sharded as in the sampler (see `shares_base`)."""
@@ -180,10 +197,22 @@ class AdapterTransfer:
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
         """Transfers the adapters in `params`, as a collective call. Every call returns the same base arrays."""
+        return self.whole([*self.parts(params)])
+
+    def parts(self, params: nnx.State) -> Iterator[nnx.State]:
+        """Transfers the adapters one part at a time (see `WeightTransfer.parts`)."""
+        return self._adapters.parts(params)
+
+    def placed(self, index: int, leaves: Sequence[np.ndarray]) -> nnx.State:
+        """Places the adapters of one part (see `WeightTransfer.placed`)."""
+        return self._adapters.placed(index, leaves)
+
+    def whole(self, parts: Sequence[nnx.State]) -> SamplerWeights:
+        """Returns the sampler's weights, which consist of this process's base and the adapters in `parts`."""
         if self._moved is None:
             transfer = self._base.shared if is_apart(self._frozen) else self._base
             self._moved = transfer(self._frozen)
-        return _with_adapters(self._moved, self._adapters(params))
+        return _with_adapters(self._moved, self._adapters.whole(parts))
 
     def checksums(self, params: nnx.State) -> UInt32[np.ndarray, " parts"]:
         """Returns the checksums of `WeightTransfer`, of base and adapters together."""
@@ -201,10 +230,14 @@ def not_arrived_frac(
 
     Compared are sums over all bits that do not depend on the order, because the sampler joins and shards matrices in another way. A sum is equal by chance with probability 2^-32.
     """
-    expected = transfer.checksums(params)
-    held = np.array([_checksums_of(None)(part) for part in (*weights["layers"], weights["ends"])], np.uint32)
+    expected, held = transfer.checksums(params), held_checksums(weights)
     found = [np.frombuffer(message, np.uint32) for message in all_gather_bytes(held.tobytes())]
     return float(np.mean([each != expected for each in found]))
+
+
+def held_checksums(weights: SamplerWeights) -> UInt32[np.ndarray, " parts"]:
+    """Returns the checksum of each layer of a sampler's weights, and of the ends. They equal the result of `WeightTransfer.checksums` if all weights have arrived."""
+    return np.array([_checksums_of(None)(part) for part in (*weights["layers"], weights["ends"])], np.uint32)
 
 
 @cache

@@ -51,7 +51,8 @@ class Collector:
     """Tracks the sampling of one step. In rounds: while `goes_on` is True, call `start`, sample a round, call `take` and `end_round`, and call `end_group` for each group
     whose verdict is due. If responses are episodes, also call `answer` for each of `answers_due`, after `start` and after `take`.
 
-    In waves: call `start` until it returns an empty list, and `end_group` for each group when its verdict arrives. In both modes, call `finish` last.
+    In waves: call `start` until it returns an empty list, and `end_group` for each group when its verdict arrives. In both modes, call `finish` last. To sample further rounds
+    with the same weights after the groups of the step are known, call `choose` before these rounds.
     """
 
     clock: VirtualClock
@@ -89,6 +90,8 @@ class Collector:
     """Responses that ended since the last `end_round`."""
     _taken: bool = False
     """Whether the current round has been sampled."""
+    _chosen: list[Group] | None = None
+    """The groups to train on, after `choose`."""
 
     @classmethod
     def after(cls, position: Position, sizes: ClockSizes, **options: Any) -> "Collector":
@@ -169,10 +172,7 @@ class Collector:
             request = self.responses[response]
             self.drawn_tokens += sampled.new
             if response not in here:
-                known = len(sampled.record) - sampled.new
-                request.record.fill(request.drawn - known, sampled.record.cut(0, known).processed)
-                request.append(sampled.record.cut(known))
-                request.prompt_values = request.prompt_values or sampled.prompt_values
+                sampled.append_to(request)
             if sampled.finish_reason is None:
                 continue
             if self.limits is None:
@@ -233,8 +233,8 @@ class Collector:
         for index in range(self.clock.sizes.samples_per_prompt):
             self.responses.pop(ResponseId(ordinal, index), None)
 
-    def finish(self) -> Collected:
-        """Ends the step. Returns the groups to train on, which are the first informative groups by ordinal, and the groups that are left. Raises ShortfallError
+    def choose(self) -> Collected:
+        """Returns the groups to train on, which are the first informative groups by ordinal, and the groups that are left. Raises ShortfallError
         if there are too few informative groups and `trains_fewer` is False, or there is not a single informative group. The message counts the groups by
         kind, because too easy and too hard prompts need opposite remedies."""
         if len(self.ready) < self.needed and not (self.trains_fewer and self.ready):
@@ -245,19 +245,30 @@ class Collector:
                 f"{waves}: {nothing_to_learn(self.tally, [*map(self.best, self._judged)], self.metric)}, or raise "
                 f"dynamic_sampling.max_waves{fewer}"
             )
-        version = self.clock.version
-        whole = [self.ready.pop(ordinal) for ordinal in self.clock.end_step()]
+        self._chosen = [self.ready.pop(ordinal) for ordinal in self.clock.choose()]
+        return self._collected(self._chosen)
+
+    def finish(self) -> Collected:
+        """Ends the step, and calls `choose` before if necessary. Returns the groups of the step, including the groups whose verdicts arrived after `choose`."""
+        if self._chosen is None:
+            self.choose()
+        assert self._chosen is not None
+        collected = self._collected(self._chosen)
+        self.clock.end_step()
+        return collected
+
+    def _collected(self, whole: list[Group]) -> Collected:
         surplus = [self.ready[ordinal] for ordinal in sorted(self.ready)]
         self._judged.sort(key=lambda group: group.prompt.ordinal)
         return Collected(
             groups=[self.best(group) for group in whole],
             whole=whole,
             carry=surplus if self.keeps_surplus else [],
-            sampled=self._judged,
+            sampled=list(self._judged),
             cursor=self.cursor,
             waves=self.waves,
             surplus=len(surplus),
-            version=version,
+            version=self.clock.version,
             rounds=self.rounds,
             drawn_tokens=None if self.clock.sizes.waves else self.drawn_tokens,
             solved=self.solved.after(self._judged),

@@ -101,6 +101,8 @@ class Exchange:
         of_response = 12 + bytes_per_token(recorded) * round_tokens
         self._buffer_bytes = _HEAD_BYTES + -(-in_flight // self.count) * of_response
         self._failed = ""
+        self.interruptible = True
+        """Whether a request to stop may interrupt `attempt`. False while another thread samples and the main thread changes the weights."""
         self.phases = PhaseTimes()
 
     def takes(self, ordinal: int) -> bool:
@@ -119,6 +121,8 @@ class Exchange:
             StoppedError: the run was asked to stop, and this is the only process.
             RewardError: a reward function failed, and this is the only process.
         """
+        if not self.interruptible:
+            return work()
         # A process that shares its sampler does not stop at once, because the sampler's other processes would wait for it in their programs.
         interruptible = self._stop.held() if self._shared else self._stop.abandonable()
         try:

@@ -4,18 +4,20 @@ In waves, each response is sampled to its end by the weights of one step. With r
 the virtual clock, which is identical in every process.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import PyTree
 
 from dapo_jax.config import ConfigError, TrainConfig
-from dapo_jax.dapo.dynamic_sampling import Solved
+from dapo_jax.dapo.dynamic_sampling import Collected, Solved
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.dapo.tokens import Shapes, Tokens
 from dapo_jax.data.prompts import PromptSource, PromptStream
@@ -33,11 +35,37 @@ from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
 from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId
 from dapo_jax.sampling.continuous_batching import Answer
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.round_sampler import Drawn, RoundSampler
+from dapo_jax.sampling.requests import Request
+from dapo_jax.sampling.round_sampler import Drawn
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
 
 _LOOK_S = 1.0
 """Interval in seconds between progress notes while environments work."""
+
+
+@runtime_checkable
+class Rounds(Protocol):
+    """Samples in rounds with one set of weights: a `RoundSampler`, or an object that asks sample workers."""
+
+    def draw(self, requests: Sequence[Request], tokens: int) -> list[Drawn]:
+        """Samples one round (see `RoundSampler.draw`)."""
+
+    def close(self) -> None:
+        """Ends the use of the weights."""
+
+
+@runtime_checkable
+class SampleWorkers(Protocol):
+    """The sample workers of this process: samplers in other processes (`cluster.remote_rounds`)."""
+
+    def begin(self, params: PyTree, version: int) -> Rounds:
+        """Sends the trainer's parameters to all workers. Returns an object that samples with them."""
+
+    def metrics(self) -> dict[str, float | int]:
+        """Returns the metrics of the rounds since the last call."""
+
+    def close(self) -> None:
+        """Ends all workers."""
 
 
 class GroupSampling:
@@ -56,8 +84,10 @@ class GroupSampling:
         watch: Watch,
         episodes: Episodes | None = None,
         recorded: Shapes = (),
+        workers: SampleWorkers | None = None,
     ) -> None:
-        """`watch` is notified of progress. With `episodes`, responses have several turns. `recorded` has the optional values of tokens that the sampler records."""
+        """`watch` is notified of progress. With `episodes`, responses have several turns. `recorded` has the optional values of tokens that the sampler records. With
+        `workers`, they sample the rounds, and `sampler` samples evaluations only."""
         self._config, self._sampler, self._grading, self._episodes = config, sampler, grading, episodes
         self._evaluating = grading
         if not config.learnt_metric and episodes is None:  # an environment must see the end of each episode
@@ -81,29 +111,42 @@ class GroupSampling:
         self._exchange = Exchange(meshes, stop, watch, **sizes, recorded=recorded)
         self._pending: dict[int, Future[Group]] = {}
         """Groups in flight whose verdicts this process waits for, by ordinal."""
+        self._workers = workers
+        self._flying: tuple[Rounds, Assignment] | None = None
+        """The sampler and the responses of each sampler, for `more_rounds`."""
+        self._waited_s = 0.0
+        """Seconds for which the last step waited for its further rounds after its updates."""
+        self._thread = ThreadPoolExecutor(1, "rounds")
+        """Samples the further rounds of a step while the weights change."""
         self._turns: TurnsInFlight | None = None
         if episodes is not None and self._in_rounds:
             self._turns = TurnsInFlight(episodes, self._exchange, watch)
 
-    def transfer(self, params: PyTree) -> SamplerWeights:
-        """Converts the trainer's parameters to the sampler's weights."""
-        return self._sampler.transfer(params)
+    def transfer(self, params: PyTree) -> SamplerWeights | PyTree:
+        """Converts the trainer's parameters to the weights for `groups`. With sample workers, these are the parameters, and `groups` sends them to the workers."""
+        return self._sampler.transfer(params) if self._workers is None else params
 
-    def not_arrived_frac(self, params: PyTree, weights: SamplerWeights) -> float:
-        """Returns the share of the trainer's layers whose weights the samplers lack (see `parallel.weights.not_arrived_frac`)."""
-        return not_arrived_frac(self._sampler.transfer, params, weights)
+    def not_arrived_frac(self, params: PyTree, weights: SamplerWeights | PyTree) -> float:
+        """Returns the share of the trainer's layers whose weights the samplers lack (see `parallel.weights.not_arrived_frac`). A sample worker refuses to sample without all
+        weights, so the share is 0."""
+        return 0.0 if self._workers else not_arrived_frac(self._sampler.transfer, params, weights)
 
     def compile(self) -> None:
         """Compiles the programs for sampling, and for evaluation if there are held-out prompts."""
         config, cut = self._config, self._config.eval
         options: list[dict[str, float | int]] = [{"temperature": config.sampling.temperature}]
+        if self._workers is not None:
+            options = []
         if self._held_out:
             options.append({"temperature": cut.temperature, "top_p": cut.top_p, "top_k": cut.top_k})
         self._sampler.compile(*options)
 
     def close(self) -> None:
-        """Stops the grading workers and their event loop."""
+        """Stops the sample workers, the grading workers and their event loop."""
+        if self._workers is not None:
+            self._workers.close()
         self._grading.close()
+        self._thread.shutdown()
 
     def collector(self, position: Position) -> Collector:
         """Returns the collector for the step after `position`."""
@@ -143,7 +186,7 @@ class GroupSampling:
         Raises:
             StoppedError: the run was asked to stop. Raised in every process.
         """
-        weights, evaluated = self.transfer(params), dict[str, list[Group]]()
+        weights, evaluated = self._sampler.transfer(params), dict[str, list[Group]]()
         grade = partial(self._exchange.graded, grade=self._evaluating.groups)
         with nullcontext() if self._episodes is None else self._episodes.kept_separate():
             for name, prompts in self._held_out.items():
@@ -206,34 +249,82 @@ class GroupSampling:
                 yield group
 
     def _rounds(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
-        sampler: RoundSampler | None = None
         lengths = {response: collector.responses[response].drawn for response in collector.clock.in_flight()}
         assignment = Assignment(self._sizes.in_flight, self._exchange.count, lengths)
         if self._turns is not None:
             self._turns.ask(collector)  # reopens episodes from a checkpoint, so that they can be graded
         for ordinal in collector.clock.whole(collector.clock.groups):
             self._grade(ordinal, collector)
-        try:
+        further = self._config.rollout.weight_rounds
+        if not (collector.goes_on or further):
+            return
+        with ExitStack() as opened:
+            sampler = self._begin(weights, collector)
+            opened.callback(sampler.close)
             while collector.goes_on:
-                if sampler is None:  # created only if a round is needed
-                    options = decoding(temperature=self._config.sampling.temperature)
-                    sampler = self._sampler.rounds(weights, decoding=options, limits=collector.limits)
-                assignment.give(collector.start())
-                self._converse(collector)
-                drawn = self._round(sampler, collector, assignment)
-                collector.take(drawn, assignment.of(self._exchange.index))
-                self._converse(collector)
-                ended, whole, due = collector.end_round()
-                assignment.leave(ended)
-                for ordinal in whole:
-                    self._grade(ordinal, collector)
-                groups = self._await_verdicts(due, collector)
-                for group in groups:
-                    collector.end_group(group)
-                yield from groups
-        finally:
-            if sampler is not None:
-                sampler.close()
+                yield from self._next_round(sampler, collector, assignment)
+            if further:
+                opened.pop_all()
+                self._flying = sampler, assignment
+
+    def more_rounds(self, collector: Collector) -> Callable[[], Collected]:
+        """Samples `rollout.weight_rounds` further rounds with the weights of the step, after `groups` and `Collector.choose`. Returns a function that waits for their end and
+        ends the step (`Collector.finish`).
+
+        With sample workers and one training process, the rounds run in another thread, while the caller changes the weights. Otherwise, they have ended when this method returns.
+        """
+        flying, self._flying, self._waited_s = self._flying, None, 0.0
+        if flying is None:
+            return collector.finish
+        sampler, assignment = flying
+
+        def sample() -> None:
+            with ExitStack() as opened:
+                opened.callback(sampler.close)
+                for _ in range(self._config.rollout.weight_rounds):
+                    self._next_round(sampler, collector, assignment)
+
+        if self._workers is None or not self._exchange.alone:
+            sample()
+            return collector.finish
+        self._exchange.interruptible = False
+        ended = self._thread.submit(sample)
+
+        def join() -> Collected:
+            began = time.perf_counter()
+            ended.result()
+            self._exchange.interruptible, self._waited_s = True, time.perf_counter() - began
+            return collector.finish()
+
+        return join
+
+    def worker_metrics(self) -> dict[str, float | int]:
+        """Returns the metrics of the sample workers in the last step. Empty without sample workers."""
+        if self._workers is None:
+            return {}
+        return {**self._workers.metrics(), "cluster/rounds_wait_s": self._waited_s}
+
+    def _begin(self, weights: PyTree, collector: Collector) -> Rounds:
+        if self._workers is not None:
+            return self._workers.begin(weights, collector.clock.version)
+        options = decoding(temperature=self._config.sampling.temperature)
+        return self._sampler.rounds(weights, decoding=options, limits=collector.limits)
+
+    def _next_round(self, sampler: Rounds, collector: Collector, assignment: "Assignment") -> list[Group]:
+        """Samples a round. Returns the graded groups whose verdicts are due, after they were added to the collector."""
+        assignment.give(collector.start())
+        self._converse(collector)
+        drawn = self._round(sampler, collector, assignment)
+        collector.take(drawn, assignment.of(self._exchange.index))
+        self._converse(collector)
+        ended, whole, due = collector.end_round()
+        assignment.leave(ended)
+        for ordinal in whole:
+            self._grade(ordinal, collector)
+        groups = self._await_verdicts(due, collector)
+        for group in groups:
+            collector.end_group(group)
+        return groups
 
     def _converse(self, collector: Collector) -> None:
         """Sends new turns to environments, and applies the answers that are due."""
@@ -243,7 +334,7 @@ class GroupSampling:
                 self._turns.hear(collector)
 
     def _round(
-        self, sampler: RoundSampler, collector: Collector, assignment: "Assignment"
+        self, sampler: Rounds, collector: Collector, assignment: "Assignment"
     ) -> dict[ResponseId, Drawn]:
         """Samples a round. Returns the new tokens of the responses in flight, from all processes."""
         samplers = range(self._exchange.count)
@@ -303,8 +394,9 @@ class Assignment:
         ordinal, the first sampler would get all the old, long responses. They would not fit in its pages, and the other samplers would wait for it at the end of each
         round. If responses do not divide evenly, the first samplers get one more.
         """
-        self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
+        self._in_flight = in_flight
         self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
+        self._most = self._shares(range(samplers))
         longest = sorted(lengths, key=lambda response: (-lengths[response], response))
         for index, response in enumerate(longest):
             lap, at = divmod(index, samplers)
@@ -315,12 +407,24 @@ class Assignment:
         """Assigns new responses, in order, to samplers with free slots."""
         waiting = iter(started)
         for at, most in zip(self._at, self._most, strict=True):
-            at.update(islice(waiting, most - len(at)))
+            at.update(islice(waiting, max(0, most - len(at))))
 
     def leave(self, ended: Sequence[ResponseId]) -> None:
         """Frees the places of responses that have ended."""
         for at in self._at:
             at.difference_update(ended)
+
+    def use(self, samplers: Collection[int]) -> None:
+        """Assigns responses only to these samplers from now on. The responses of other samplers move to them."""
+        self._most = self._shares(samplers)
+        left = [response for sampler, at in enumerate(self._at) if sampler not in samplers for response in at]
+        self.leave(left)
+        self.give(sorted(left))
+
+    def _shares(self, samplers: Collection[int]) -> list[int]:
+        each, more = divmod(self._in_flight, len(samplers))
+        shares = {sampler: each + (place < more) for place, sampler in enumerate(sorted(samplers))}
+        return [shares.get(sampler, 0) for sampler in range(len(self._at))]
 
     def of(self, sampler: int) -> list[ResponseId]:
         """Returns the responses that are assigned to a sampler, in order."""

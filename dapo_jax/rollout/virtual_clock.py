@@ -57,7 +57,7 @@ class GroupInFlight:
 @dataclass
 class VirtualClock:
     """The state of the clock. Until `step_ends`, call `start`, sample a round, then call `end_round`, and `end_group` for each group whose verdict is due. Then call
-    `end_step`.
+    `choose`, and `end_step`. Further rounds between these two calls are sampled by the same weights, and their groups are for later steps.
 
     Waves have no rounds. Until `step_ends`, call `start`, then `end_group` for every group, in any order.
     """
@@ -135,13 +135,14 @@ class VirtualClock:
         waits = any(self.version - group.version >= bound for group in waited_for)
         return len(self.ready) >= self.sizes.needed and not waits
 
-    def end_step(self) -> dict[int, int]:
-        """Ends the step. Returns the ordinals of the groups to train on, mapped to the age of each group's oldest token in steps. These are the first groups by ordinal.
-        All later tokens are sampled by the next version of the weights."""
+    def choose(self) -> dict[int, int]:
+        """Returns the ordinals of the groups to train on, mapped to the age of each group's oldest token in steps. These are the first groups by ordinal."""
         ordinals = sorted(self.ready)[: self.sizes.needed]
-        ages = {ordinal: self.version - self.ready.pop(ordinal) for ordinal in ordinals}
+        return {ordinal: self.version - self.ready.pop(ordinal) for ordinal in ordinals}
+
+    def end_step(self) -> None:
+        """Ends the step, after `choose`. All later tokens are sampled by the next version of the weights."""
         self.version += 1
-        return ages
 
     def whole(self, ordinals: Iterable[int]) -> list[int]:
         """Returns the groups in `ordinals` whose last response has ended, without duplicates."""

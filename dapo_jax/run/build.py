@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.cluster.engine import Cluster
+from dapo_jax.cluster.engine import Cluster, DiedError
+from dapo_jax.cluster.remote_rounds import RemoteWorkers
 from dapo_jax.cluster.remote_worker import Places, RemoteWorker
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.keys import prefixed
@@ -48,6 +49,7 @@ from dapo_jax.run.resume_point import (
     resume_point,
     with_weights_of,
 )
+from dapo_jax.run.sample_workers import remote_workers
 from dapo_jax.run.sampler_setup import rollout_spec
 from dapo_jax.run.sources import tokenizer_of
 from dapo_jax.run.teacher_setup import load_teacher, teacher_model, teacher_prompt
@@ -166,6 +168,7 @@ class Run:
             on_look=lambda: watch.note("sampling tokens"),
         )
         self.notes += sampler.notes
+        workers = self._sample_workers(sampler, episodes, watch)
         if not self.held_out and config.eval.every_steps:
             self.notes.append("prompts were given without eval_rows, so there is no evaluation")
         return GroupSampling(
@@ -179,7 +182,20 @@ class Run:
             watch=watch,
             episodes=episodes,
             recorded=recorded,
+            workers=workers,
         )
+
+    def _sample_workers(
+        self, sampler: ResponseSampler, episodes: Episodes | None, watch: Watch
+    ) -> RemoteWorkers | None:
+        """Starts the sample workers of this process, if there are any."""
+        if self._cluster is None or not self.config.cluster.samplers:
+            return None
+        limits = sampler.limits(episodes)
+        with prefixed("cluster.samplers", DiedError):
+            return remote_workers(
+                self.config, self._learner, sampler, self._cluster, limits=limits, watch=watch
+            )
 
     def _grading(
         self, graders: Sequence[ConfiguredGrader], episodes: Episodes | None, watch: Watch
@@ -262,7 +278,7 @@ class Run:
         return self._learner.learning_rate(step)
 
     def close(self) -> None:
-        """Stops the grading workers and their event loop, and leaves the cluster."""
+        """Stops the sample workers, the grading workers and their event loop, and leaves the cluster."""
         self.sampling.close()
         if self._cluster is not None:
             self._cluster.close()

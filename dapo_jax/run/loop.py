@@ -117,7 +117,7 @@ def run_steps(
         missing = sampling.not_arrived_frac(state.params, weights)
         del weights
         try:
-            collected = collector.finish()
+            collected = collector.choose()
         except ShortfallError as error:
             for observer in observers:
                 observer.on_shortfall(error)
@@ -125,6 +125,7 @@ def run_steps(
         sampled, phases = clock(), sampling.seconds()
         for observer in observers:
             observer.after_sampling(step, collected)
+        end_step = sampling.more_rounds(collector)
 
         packed = batches.minibatches(collected.groups, step, partial(updater.logprobs, state))
         minibatches: Sequence[Minibatch] = updater.prepare(state, packed)
@@ -143,15 +144,16 @@ def run_steps(
             measured.append(of_update)
         scalars = with_association(with_effective_share(to_scalars(measured)))
         minibatches = minibatch = ()  # frees device memory before the next step is sampled
+        chosen, collected = collected, end_step()
 
         kept = {"cursor": collected.cursor, "carry": collected.carry, "streaks": collected.solved.streaks}
         position = Position(step=step, in_flight=collector.going_on(), **kept)
         ended = clock()
-        times = _times(collected, began, sampled, ended)
+        times = _times(chosen, began, sampled, ended)
         times |= {f"time/{name}_s": phases.get(name, 0.0) for name in ("grade", "wait")}
         times |= {"time/logprobs_s": prepared - sampled, "time/between_s": between}
         metrics = {**rollout_metrics(collected), **scalars, "sync/not_arrived_frac": missing}
-        metrics |= {"update/learning_rate": rate, **times}
+        metrics |= {"update/learning_rate": rate, **times, **sampling.worker_metrics()}
         result = StepResult(position=position, state=state, collected=collected, metrics=metrics)
         for observer in observers:
             observer.after_step(result)

@@ -139,6 +139,7 @@ class StepProgress(Observer):
         self._shown = shown
         self._metric, self._by_score = config.learnt_metric, config.dynamic_sampling.metric == "score"
         self._warned = self._warned_lost = False
+        self._weight_rounds = config.rollout.weight_rounds
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
         """Shows that sampling has started."""
@@ -171,6 +172,15 @@ class StepProgress(Observer):
         if not self._warned and tally.groups >= self._first_wave and (why := self._without_signal()):
             self._warned = True
             self._shown.message(f"step {self._step}: {why}. {_quoted(*(self._example or (group, 0)))}")
+
+    def after_sampling(self, step: int, collected: Collected) -> None:
+        """Warns once if the further rounds of the previous step were enough for this step, so that responses wait and get old."""
+        if self._weight_rounds and not collected.rounds:
+            self._shown.message(
+                f"step {step} needed no round of its own after the rollout.weight_rounds={self._weight_rounds} of the previous step: lower the key, because groups wait for "
+                "training, and their tokens get older"
+            )
+            self._weight_rounds = 0
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
         """Shows the number of finished updates."""

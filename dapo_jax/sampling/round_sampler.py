@@ -32,6 +32,13 @@ class Drawn:
     prompt_values: Mapping[str, np.ndarray] = field(default_factory=dict)
     """See `Response.prompt_values`. Empty if they are from an earlier round."""
 
+    def append_to(self, request: Request) -> None:
+        """Appends the new tokens to a request that another sampler's copy continued."""
+        known = len(self.record) - self.new
+        request.record.fill(request.drawn - known, self.record.cut(0, known).processed)
+        request.append(self.record.cut(known))
+        request.prompt_values = request.prompt_values or self.prompt_values
+
 
 class RoundSampler:
     """Samples in-flight responses round by round, with one set of weights."""

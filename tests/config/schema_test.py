@@ -173,7 +173,7 @@ optimizer.learning_rate=0 -> optimizer.learning_rate: found 0; more than 0
 sampling.temperature=1e-9 -> sampling.temperature; 0.001 to 1000
 eval.temperature=1e-9 -> eval.temperature; 0 (greedy), or 0.001 to 1000
 cluster.workers=true -> cluster.workers: found true; cluster.address
-cluster.address=auto -> cluster.address: found 'auto'; cluster.workers=true
+cluster.address=auto -> cluster.address: found 'auto'; cluster.workers or cluster.samplers
 cluster.address=head cluster.workers=true -> cluster.address: found 'head'; HOST:PORT
 cluster.address=auto cluster.workers=true workers.count=0 -> cluster.workers: found true; workers.count of 1 or more
 cluster.address=auto cluster.workers=true environment.source=guess -> cluster.workers: found true; workers.count of 1 or more

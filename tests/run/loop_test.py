@@ -89,6 +89,12 @@ class ScriptedSampling(GroupSampling):
                 collector.end_group(group)
                 yield group
 
+    def more_rounds(self, collector):
+        return collector.finish
+
+    def worker_metrics(self):
+        return {}
+
     def seconds(self):
         return {"sample": 0.5, "grade": 0.25}
 
