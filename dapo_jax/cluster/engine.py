@@ -10,6 +10,8 @@ import ipaddress
 import logging
 import os
 import platform
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -79,23 +81,22 @@ class Cluster:
 
         Raises ValueError if ray is not installed, there is no cluster, or the cluster accepts programs of other machines without a token.
         """
-        os.environ.setdefault(
-            "RAY_SCHEDULER_EVENTS", "0"
-        )  # no advice about automatic scaling on the terminal
+        # No advice about automatic scaling on the terminal.
+        os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
         with needing("cluster", f"cluster.address={address} needs ray"):
             import ray
         host = address.rpartition(":")[0]
         _check_token(address, [host] if host else [])
-        os.environ.setdefault(
-            "RAY_SCHEDULER_EVENTS", "0"
-        )  # no advice about automatic scaling on the terminal
+        stop = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address, logging_level=logging.ERROR, namespace="dapo_jax")
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             remedy = "start it with `ray start --head`, and write the address that this command prints"
-            raise ValueError(
-                f"cluster.address={address}: there is no Ray cluster ({error}); {remedy}"
-            ) from error
+            why = f"cluster.address={address}: there is no Ray cluster ({error}); {remedy}"
+            raise ValueError(why) from error
+        finally:  # ray replaces the handler, but a signal to stop must save a checkpoint
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, stop)
         self._actors: list[Actor] = []
         self._closed = False
         try:

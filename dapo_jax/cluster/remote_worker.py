@@ -128,8 +128,9 @@ class RemoteWorker(Worker):
             for number, kind, content in answers:
                 if kind == "ended":
                     error = EndedError(*content)
-                    self._answer(number, error)
-                    return error
+                    if number == 0:  # the reason says already that the worker did not start
+                        self._answer(0, error)
+                    return error  # `end` marks the worker as ended before it answers, so that no call is retried on it
                 self._answer(number, ValueError(content) if kind == "failed" else content)
 
     def _answer(self, number: int, answer: Any) -> None:

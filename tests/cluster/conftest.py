@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import signal
+import subprocess
 
 import pytest
 
@@ -12,7 +14,7 @@ class TwoNodes:
     """A cluster of two nodes on two loopback addresses, whose ports other machines do not reach."""
 
     def __init__(self):
-        self.before = processes_of_ray()
+        self.before, self._frozen = processes_of_ray(), []
         cluster_class = pytest.importorskip("ray.cluster_utils", reason="needs the extra `cluster`").Cluster
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         sizes = {"num_cpus": 1, "num_gpus": 0, "resources": {"TPU": 1}, "object_store_memory": 80 << 20}
@@ -24,7 +26,18 @@ class TwoNodes:
         """Kills all processes of a node."""
         self._cluster.remove_node(self.nodes.pop(address), allow_graceful=False)
 
+    def freeze(self, address):
+        """Stops all processes of a node, until `close`."""
+        [raylet] = self.nodes[address].all_processes["raylet"]
+        found = subprocess.run(["pgrep", "-P", f"{raylet.process.pid}"], capture_output=True, text=True)
+        self._frozen = [raylet.process.pid, *map(int, found.stdout.split())]
+        for process in self._frozen:
+            os.kill(process, signal.SIGSTOP)
+
     def close(self):
+        for process in self._frozen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
         self._cluster.shutdown()
 
 

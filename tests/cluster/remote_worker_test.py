@@ -7,11 +7,13 @@ from functools import partial
 import pytest
 
 from dapo_jax.cluster import remote_worker
-from dapo_jax.cluster.engine import Node
+from dapo_jax.cluster.engine import Cluster, Node
 from dapo_jax.cluster.remote_worker import Places, RemoteWorker, WorkerHost, user_files
 from dapo_jax.environments.worker_environment import WorkerEnvironment
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.grading_pool import GradingPool
+from dapo_jax.rewards.sample import call_of
+from dapo_jax.workers import EndedError
 from tests.cluster.threads import ThreadCluster
 from tests.environments import worker_environment_test as episodes_of_workers
 from tests.environments.scripted import Scripted
@@ -50,7 +52,7 @@ def test_workers_are_spread_and_calls_are_sent_together(cluster, monkeypatch):
         once_begun(cluster, 2)
         verdicts = grading.submit(samples("34", *map(str, range(99)))).result(60)
         assert [verdict.correct for verdict in verdicts] == [True, *(n == 34 for n in range(99))]
-        assert [actor.node.address for actor in cluster.started] == ["10.0.0.1", "10.0.0.2"]
+        assert {actor.node.address for actor in cluster.started} == {"10.0.0.1", "10.0.0.2"}
     assert sum(sent) == 100
     # A worker gets its share of the waiting calls, at most 16: two times 16 of 100, and so on. Two messages for each call would be 100.
     assert len(sent) <= 40
@@ -93,6 +95,22 @@ def test_the_calls_of_a_frozen_node_are_repeated_once_on_another_node(cluster, m
         cluster.moving[frozen.node.id].set()
 
 
+def test_a_worker_has_ended_before_its_calls_raise(cluster):
+    """Otherwise a call would be retried on the worker that died."""
+    setup, seen = {"grader": GRADER, "answer_marker": "="}, []
+    load = "dapo_jax.rewards.grading_pool:load_grader"
+    worker = RemoteWorker(Places(cluster), load, setup, memory_mb=128)
+    worker.ready.result(20)
+    asked = worker.ask({"samples": call_of([sample("exit")])})
+    asked.add_done_callback(lambda _: seen.append(worker.ended is not None))
+    with pytest.raises(EndedError, match="exit status 3"):
+        asked.result(20)
+    assert seen == [True]
+    worker.join()
+
+
+# Slow, because tests/cluster/same_rules_test.py has it, too.
+@pytest.mark.slow
 def test_a_call_that_hangs_on_a_node_that_answers_is_lost_as_ever(cluster):
     with pool(cluster, timeout_s=0.5) as grading:
         once_begun(cluster)
@@ -100,6 +118,8 @@ def test_a_call_that_hangs_on_a_node_that_answers_is_lost_as_ever(cluster):
         assert (verdict.lost, verdict.reason) == ("timeout", "no verdict within 0.5 s")
 
 
+# Slow: waits for the silence.
+@pytest.mark.slow
 def test_a_silent_node_is_lost_before_the_time_of_a_long_call_ends(cluster, monkeypatch):
     monkeypatch.setattr(remote_worker, "SILENT_S", 1.5)
     with pool(cluster, timeout_s=600.0) as grading:
@@ -176,3 +196,24 @@ def test_an_environments_episodes_go_on_when_their_node_is_lost(cluster):
             answers.append(found)
     assert answers[0] == answers[1]
     assert len({actor.node.id for actor in cluster.started}) == 2
+
+
+# Slow: a cluster of two nodes, one of which freezes or dies. Ray notices a frozen node after 64 s.
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["frozen", "killed"])
+def test_the_calls_of_a_node_of_ray_are_repeated_on_the_other_node(two_nodes, way, monkeypatch):
+    cluster = Cluster(two_nodes.address)
+    monkeypatch.setattr(cluster, "nodes", list(cluster.nodes()[::-1]).copy)
+    with closing(cluster), pool(cluster, timeout_s=60.0) as grading:
+        assert grading.grade([sample("34")])[
+            0
+        ].correct  # the worker has begun, on the node that is not the head
+        asked = grading.submit(samples("slow", *["34"] * 40, answer="34"))
+        time.sleep(0.1)
+        start = time.monotonic()
+        two_nodes.freeze("127.0.0.3") if way == "frozen" else two_nodes.lose("127.0.0.3")
+        verdicts = asked.result(60)
+        assert [verdict.correct for verdict in verdicts] == [False] + [True] * 40
+        assert not any(verdict.lost for verdict in verdicts)
+        # At the latest after 10 s of silence; the rest is the start of a worker.
+        assert time.monotonic() - start < 30

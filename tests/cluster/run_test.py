@@ -1,6 +1,8 @@
 """Runs whose graders and environment work on the nodes of a cluster are the runs of one machine."""
 
+import signal
 import subprocess
+import time
 from functools import partial
 
 import pytest
@@ -49,6 +51,33 @@ def test_a_run_on_a_cluster_is_the_run_of_one_machine(two_nodes, tmp_path):
             *options, "workers.count=3", f"cluster.address={two_nodes.address}", "cluster.workers=true"
         )
         assert_the_same_run(there.run_dir, here.run_dir)
-    left = subprocess.run(["pgrep", "-fa", "workers.inside|_Inside"], capture_output=True, text=True)
-    assert str(tmp_path) not in left.stdout
-    assert "_Inside" not in left.stdout
+    assert left_of(tmp_path) == []
+
+
+# Slow: starts a cluster of two nodes, and four runs.
+@pytest.mark.slow
+def test_a_trainer_that_was_killed_or_stopped_resumes_on_the_cluster(two_nodes, tmp_path):
+    """Ray ends the workers of a killed trainer. SIGTERM saves a checkpoint, although ray has its own handler."""
+    here, there = (make_run(tmp_path / place, steps=200) for place in ("here", "there"))
+    options = ["--resume", "workers.count=2", f"cluster.address={two_nodes.address}", "cluster.workers=true"]
+    for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)):
+        process, before = there.start(*options), max(there.steps(), default=0)
+        there.wait_for(process, lambda before=before: max(there.steps(), default=0) > before + 2)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == status, output
+        assert max(there.steps()) < 200
+        until = time.monotonic() + 30
+        while left_of(tmp_path) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert left_of(tmp_path) == []
+    there.finish(*options)
+    here.finish("workers.count=2")
+    assert_the_same_run(there.run_dir, here.run_dir)
+
+
+def left_of(folder):
+    """The processes of workers whose grader is in a folder, and all actors."""
+    found = subprocess.run(["pgrep", "-fa", "workers.inside|_Inside"], capture_output=True, text=True)
+    lines = found.stdout.splitlines()
+    return [line for line in lines if "_Inside" in line or f"{folder}" in line]

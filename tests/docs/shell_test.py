@@ -187,8 +187,9 @@ def runs_a_file_or_a_module(program, words):
 def tried_dry(program, words):
     """Runs a launch script with --dry-run: it reads the configuration and prints its commands."""
     if program in ("bash", "sbatch"):
-        after = words[words.index("launch/slurm.sbatch") + 1 :]
-        words = ["launch/slurm.sbatch", "--dry-run", *(word for word in after if word != "--dry-run")]
+        script = next(word for word in words if word.startswith("launch/"))
+        after = words[words.index(script) + 1 :]
+        words = [script, "--dry-run", *(word for word in after if word != "--dry-run")]
     elif program == "launch/local.sh":
         words = [program, "--dry-run", *words]
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("stub.py")
-CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "scontrol", "scancel", "squeue", "dapo-jax")
+CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "scontrol", "scancel", "squeue", "dapo-jax", "ray")
 ASYNC_GATHERS = "--xla_enable_async_all_gather=true --xla_tpu_overlap_compute_collective_tc=true"
 """The flags of the TPU compiler that the scripts set for any slice."""
 TOKENS = {"HF_TOKEN": "hf_SECRET it's $HOME", "WANDB_API_KEY": "wandb_SECRET"}

@@ -14,7 +14,7 @@ def test_shellcheck_finds_nothing(laptop, script):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["tpu_vm.sh", "gke_xpk.sh", "slurm.sbatch"])
+@pytest.mark.parametrize("name", ["tpu_vm.sh", "gke_xpk.sh", "slurm.sbatch", "slurm_ray.sbatch"])
 def test_help_needs_nothing(laptop, name):
     done = laptop.launch(name, "--help", PATH="/usr/bin:/bin")
     assert done.returncode == 0

@@ -31,10 +31,12 @@ OPTIONS = {
     "scontrol requeue": "",
     "scancel": "signal=",
     "squeue": "jobs= format= noheader",
-    "srun": "ntasks-per-node= cpu-bind= kill-on-bad-exit= wait=",
+    "srun": "ntasks-per-node= cpu-bind= kill-on-bad-exit= wait= het-group=",
+    "ray start": "head node-ip-address= port= num-cpus= num-gpus= include-dashboard= disable-usage-stats",
+    "ray status": "address=",
 }
-"""Options that the scripts use; `=` has a value. All are in the help of Google Cloud SDK 528, XPK 1.16, kubectl 1.32 and the manual pages of
-Slurm."""
+"""Options that the scripts use; `=` has a value. All are in the help of Google Cloud SDK 528, XPK 1.16, kubectl 1.32 and Ray 2.60, and in the manual
+pages of Slurm."""
 
 
 def main(client, words):
@@ -44,8 +46,8 @@ def main(client, words):
         return config(words)
     verb = client if client == "dapo-jax" else checked(client, words)
     more = {}
-    if verb in ("srun", "dapo-jax"):
-        names = r"DAPO_JAX_\w+|HF_TOKEN|WANDB_API_KEY|JAX_\w+|LIBTPU_\w+"
+    if verb in ("srun", "dapo-jax", "start"):
+        names = r"RAY_\w+|DAPO_JAX_\w+|HF_TOKEN|WANDB_API_KEY|JAX_\w+|LIBTPU_\w+"
         more["environment"] = {name: os.environ[name] for name in os.environ if re.fullmatch(names, name)}
         more["files"] = sorted(str(path) for path in Path().rglob("*") if path.is_file())
     record(client, words, verb=verb, **more)
