@@ -36,6 +36,10 @@ _BEGIN_S = 1200.0
 """Time limit in seconds for the arrival of a version of the weights. Ray notices a lost node earlier."""
 
 
+_LOOK_S = 1.0
+"""Interval in seconds at which a thread looks whether the run has ended."""
+
+
 class LostWorkerError(RuntimeError):
     """Raised by a call to a sample worker that died, failed or did not answer in time."""
 
@@ -76,9 +80,8 @@ class _Worker:
             self._owner.cluster.kill(self._actor)
 
     def _run(self, call: tuple[Any, ...]) -> Any:
-        later = (
-            call[0] == "take" and self._actor is None
-        )  # the next call starts a process, which gets this part
+        # Without a process, the next call starts one, which then gets the parts of the weights so far.
+        later = call[0] == "take" and self._actor is None
         result = None if later else self._answer(self._started(), call)
         if call[0] in ("take", "begin") or (call[0] == "draw" and self._owner.replays):
             self._calls.append((call, digest_of(result)))
@@ -91,8 +94,11 @@ class _Worker:
             return None
         usual = statistics.median(self.seconds) if self.seconds else 0.0
         limit = max(self._owner.round_s, _SLOW * usual) if call[0] == "draw" else _BEGIN_S
+        while not wait([answer], timeout=_LOOK_S).done and time.monotonic() < began + limit:
+            if self._closed:
+                raise RuntimeError("the run has ended")
         try:
-            result = answer.result(limit)
+            result = answer.result(0)
         except ValueError:
             raise
         except Exception as error:
@@ -119,11 +125,14 @@ class _Worker:
             except ValueError:
                 raise
             except Exception as error:
+                if not self.lost:
+                    raise  # the first process of the run
                 waited = time.monotonic() - began
                 if 0 < self._owner.replace_s < waited:
                     raise RuntimeError(
                         f"sample worker {self.index} was lost and not replaced within {waited:.0f} s: {error}"
                     ) from error
+                time.sleep(_LOOK_S)
                 continue
             for call, digest in self._calls:
                 if digest_of(self._answer(self._actor, call)) != digest:

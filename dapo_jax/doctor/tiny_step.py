@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import flattened
-from dapo_jax.config import DynamicSamplingConfig, EnvironmentConfig, TrainConfig
+from dapo_jax.config import ClusterConfig, DynamicSamplingConfig, EnvironmentConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.metrics import to_scalars
@@ -281,6 +281,7 @@ def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
         config,
         {
             "environment": EnvironmentConfig(),  # none, because `TinyStep.grade` tests it separately
+            "cluster": ClusterConfig(),  # none, because the step examines this machine
             "data.max_prompt_tokens": longest,
             "sampling.max_response_tokens": limit,
             "sampling.slots": -(-SLOTS // slots) * slots,

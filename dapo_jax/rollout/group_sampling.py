@@ -7,11 +7,12 @@ the virtual clock, which is identical in every process.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
+from threading import Thread
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import PyTree
@@ -116,8 +117,6 @@ class GroupSampling:
         """The sampler and the responses of each sampler, for `more_rounds`."""
         self._waited_s = 0.0
         """Seconds for which the last step waited for its further rounds after its updates."""
-        self._thread = ThreadPoolExecutor(1, "rounds")
-        """Samples the further rounds of a step while the weights change."""
         self._turns: TurnsInFlight | None = None
         if episodes is not None and self._in_rounds:
             self._turns = TurnsInFlight(episodes, self._exchange, watch)
@@ -146,7 +145,6 @@ class GroupSampling:
         if self._workers is not None:
             self._workers.close()
         self._grading.close()
-        self._thread.shutdown()
 
     def collector(self, position: Position) -> Collector:
         """Returns the collector for the step after `position`."""
@@ -287,8 +285,15 @@ class GroupSampling:
         if self._workers is None or not self._exchange.alone:
             sample()
             return collector.finish
-        self._exchange.interruptible = False
-        ended = self._thread.submit(sample)
+        self._exchange.interruptible, ended = False, Future[None]()
+
+        def in_thread() -> None:
+            try:
+                ended.set_result(sample())
+            except BaseException as error:
+                ended.set_exception(error)
+
+        Thread(target=in_thread, name="rounds", daemon=True).start()
 
         def join() -> Collected:
             began = time.perf_counter()

@@ -315,3 +315,8 @@ def test_weights_that_did_not_arrive_whole_are_never_sampled_from():
     one.take(13, 0, [params[0]])
     with pytest.raises(ValueError, match="has the weights of version 13, asked 12"):
         draw(12)
+
+
+def test_a_first_process_that_cannot_start_ends_the_run_at_once():
+    with pytest.raises(DiedError, match="did not start"):
+        Fleet(3, spare=-1)

@@ -7,12 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
 from dapo_jax.cluster.sample_worker import SampleWorker
 from dapo_jax.config import ClusterConfig, ConfigError, LoraConfig
 from dapo_jax.dapo.dynamic_sampling import Collected
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.doctor.tiny_step import reduced
 from dapo_jax.run import build, meshes, sample_workers
 from dapo_jax.run.observers import StepProgress
 from dapo_jax.trackers.progress import Progress
@@ -203,3 +206,9 @@ def test_devices_that_a_worker_must_not_have_are_refused(found, message):
     check = partial(sample_workers.check_devices, OWN, OWN | {"devices": "1"} | found, {"GPU": 1}, "w")
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check()
+
+
+def test_the_doctors_tiny_step_samples_on_this_machine(flying):
+    prompt = Prompt(ordinal=0, text="", answer="", tokens=np.array([3, 4], np.int32))
+    config = reduced(flying(workers=2), [prompt])
+    assert (config.cluster, config.rollout.in_flight) == (ClusterConfig(), 4)
