@@ -8,7 +8,6 @@ import math
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -46,9 +45,6 @@ HELD_S = 10.0
 
 _PROMPTS, _EPISODES = 4, 32
 """If every episode so far was lost, the run stops, but only after at least this many prompts and episodes."""
-
-_CLOSINGS = 4096
-"""`Episodes.close` waits until the episodes of this many most recent groups are closed."""
 
 _NO_ROOM = (
     "the episode begins{begins}, which leaves no room for a turn: an episode has at most sampling.max_response_tokens tokens after the prompt (or "
@@ -147,7 +143,8 @@ class Episodes(AbstractContextManager["Episodes"]):
         self._judged, self._prompts_judged, self._all_lost = 0, 0, True
         self._open: dict[tuple[int, int], _Open] = {}
         self._room = asyncio.Semaphore(calls)
-        self._closings: deque[Future[None]] = deque(maxlen=_CLOSINGS)
+        self._closings = set[Future[None]]()
+        """The groups whose episodes are being closed."""
         self._loop = EventLoop("a task of an environment raised; the episodes continue")
         threading.Thread(target=self._watch, daemon=True, name="environments watch").start()
 
@@ -253,8 +250,9 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     def _soon(self, closing: Coroutine[Any, Any, None]) -> Future[None]:
         """Schedules a coroutine that closes episodes when it ends. `Episodes.close` waits for this coroutine."""
-        self._closings.append(self._loop.submit(closing))
-        return self._closings[-1]
+        self._closings.add(closed := self._loop.submit(closing))
+        closed.add_done_callback(self._closings.discard)
+        return closed
 
     def _judge(self, opened: Sequence[_Open], verdicts: Future[list[Verdict]]) -> None:
         """Sets the result of the future `verdicts` to the verdicts on the episodes of one prompt."""
@@ -307,7 +305,7 @@ class Episodes(AbstractContextManager["Episodes"]):
         """Closes the open episodes and ends the thread. Waits only a few seconds; calls that are still in progress are abandoned."""
         if not self._loop.closing.is_set():
             self._soon(self._closed([*self._open.values()]))
-            wait(self._closings, timeout=ENDING_S / 2)
+            wait([*self._closings], timeout=ENDING_S / 2)
         self._loop.close(ENDING_S / 2)
         self._on_close()
 

@@ -104,22 +104,24 @@ class Policy:
         self.next = episodes.start(prompt, index)
 
     def play(self, *texts, reason="stop"):
-        """Answers waiting requests with these texts or token ids. Returns whether the episode continues."""
+        """Answers requests with these texts or token ids. Returns whether the episode continues."""
         for text in texts:
-            before = self.next.result(30)
-            assert before is not None, self.episodes.standing(self.prompt, self.index).reason
-            last = np.concatenate([self.contexts[-1], self.turns[-1]]) if self.turns else self.prompt.tokens
-            self.contexts.append(
-                before.tokens if before.new_context else np.concatenate([last, before.tokens])
-            )
-            self.befores.append(before)
-            sampled = CHAT.encode(text) if isinstance(text, str) else text
-            tokens = np.array([*sampled, *([CHAT.eos_id] if reason == "stop" else [])], np.int32)
-            self.turns.append(tokens)
-            record = Tokens(tokens, logprobs=np.full(len(tokens), -0.5, np.float32))
-            turn = DrawnTurn(record=record, finish_reason=reason, before=before)
-            self.next = self.episodes.step(self.prompt, self.index, turn)
+            self.answer(text, reason)
         return self.next.result(30) is not None
+
+    def answer(self, text, reason="stop"):
+        """Waits for a request and answers it."""
+        before = self.next.result(30)
+        assert before is not None, self.episodes.standing(self.prompt, self.index).reason
+        last = np.concatenate([self.contexts[-1], self.turns[-1]]) if self.turns else self.prompt.tokens
+        self.contexts.append(before.tokens if before.new_context else np.concatenate([last, before.tokens]))
+        self.befores.append(before)
+        sampled = CHAT.encode(text) if isinstance(text, str) else text
+        tokens = np.array([*sampled, *([CHAT.eos_id] if reason == "stop" else [])], np.int32)
+        self.turns.append(tokens)
+        record = Tokens(tokens, logprobs=np.full(len(tokens), -0.5, np.float32))
+        turn = DrawnTurn(record=record, finish_reason=reason, before=before)
+        self.next = self.episodes.step(self.prompt, self.index, turn)
 
 
 async def unreliable(url, key, task):

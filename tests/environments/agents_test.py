@@ -1,11 +1,16 @@
 """Agents that own their loop: requests become turns, and rewards are returned, posted or graded."""
 
 import asyncio
+import gc
 import json
+import os
 import re
 import socket
+import subprocess
 import sys
+import threading
 import time
+import tracemalloc
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -345,6 +350,28 @@ def test_a_stream_has_one_chunk_with_the_plain_answer():
     assert expected.items() <= verdict.parts.items(), verdict.reason
 
 
+def test_openais_client_parses_equal_plain_and_streamed_answers():
+    openai = pytest.importorskip("openai")
+
+    async def play(url, key, task):
+        async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
+            create, asked = client.chat.completions.create, {"model": "m", "messages": START, "tools": TOOLS}
+            plain = await create(**asked)
+            stream = await create(**asked, stream=True, stream_options={"include_usage": True})
+            first, *_, last = [chunk async for chunk in stream]
+        [made], [streamed] = plain.choices[0].message.tool_calls, first.choices[0].delta.tool_calls
+        assert (made.function.name, json.loads(made.function.arguments)) == ("add", {"a": 1})
+        assert streamed.function.model_dump() == made.function.model_dump()
+        assert first.choices[0].delta.content == plain.choices[0].message.content == "I add."
+        assert last.usage == plain.usage
+        assert plain.usage.prompt_tokens + plain.usage.completion_tokens == plain.usage.total_tokens
+        return 1
+
+    text = f"I add. {call('add', a=1)}"
+    verdict, _ = outcome(agents(play), text, text)
+    assert verdict.score == 1, verdict.reason
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -654,25 +681,49 @@ def step_of(episodes, ordinals, kinds):
     """Plays one episode of each prompt. Returns the verdicts."""
     policies = [Policy(episodes, prompt_of(ordinal, number=kinds(ordinal))) for ordinal in ordinals]
     for policy in policies:
-        policy.play("one")
+        policy.answer("one")
     for policy in [policy for policy in policies if policy.next.result(30) is not None]:
         assert not policy.play("two", "three")
     return [verdicts_of(episodes, policy.prompt)[0] for policy in policies]
 
 
-# Slow: waits for agents that hang. Each kind of agent has a test of its own.
+def resources(episodes):
+    """The bytes that are allocated, and the numbers of threads, tasks and open files."""
+    for _ in range(3):
+        gc.collect()
+    tasks = asyncio.all_tasks(episodes._loop.loop)
+    counts = threading.active_count(), len(tasks), len(list(Path("/proc/self/fd").iterdir()))
+    return tracemalloc.get_traced_memory()[0], counts
+
+
+def steps_of_200_agents():
+    """15 steps, in which each failing agent is lost and each episode is counted once. Steps 6 to 15 add less than 48 bytes for each of their 2,000 episodes: one object
+    for each would be more. A closed group once kept 2.7 KiB."""
+    kinds, lost = range(20), {0: "raised", 10: "raised", 1: "timeout", 11: "timeout"}
+    tracemalloc.start()
+    with started(agents(unreliable), timeout_s=8.0) as episodes:
+        for step in range(15):
+            ordinals = range(200 * step, 200 * (step + 1))
+            verdicts = step_of(episodes, ordinals, lambda ordinal: ordinal)
+            assert [verdict.lost for verdict in verdicts] == [lost.get(kind, "") for kind in kinds] * 10
+            scores = [None if ordinal % 20 in lost else ordinal for ordinal in ordinals]
+            assert [verdict.score for verdict in verdicts] == scores
+            requests = [verdict.parts["agent_requests"] for verdict in verdicts if not verdict.lost]
+            assert requests == [3.0] * 160
+            if step == 4:
+                before, counts = resources(episodes)
+        after, counts_after = resources(episodes)
+    assert after - before < 48 * 2000, f"{after - before:,} bytes"
+    assert counts_after == counts
+
+
+# Slow: each step lasts 12 s, because agents hang. 500 such steps last more than an hour. Each kind of agent has a test of its own.
 @pytest.mark.slow
-def test_of_200_agents_at_once_those_that_fail_are_lost_and_each_is_counted_once():
-    with started(agents(unreliable), timeout_s=3.0) as episodes:
-        verdicts = step_of(episodes, range(200), lambda ordinal: ordinal)
-    kinds = [number % 20 for number in range(200)]
-    lost = {0: "raised", 10: "raised", 1: "timeout", 11: "timeout"}
-    assert [verdict.lost for verdict in verdicts] == [lost.get(kind, "") for kind in kinds]
-    assert [verdict.score for verdict in verdicts] == [
-        None if kind in lost else number for number, kind in enumerate(kinds)
-    ]
-    requests = [verdict.parts["agent_requests"] for verdict in verdicts if not verdict.lost]
-    assert requests == [3.0] * 160
+def test_of_200_agents_at_once_those_that_fail_are_lost_and_nothing_is_kept():
+    """In a process of its own, because the type checker of the tests remembers each function that a call defines."""
+    code = "from tests.environments.agents_test import steps_of_200_agents; steps_of_200_agents()"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 # Commands.

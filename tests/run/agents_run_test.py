@@ -8,30 +8,35 @@ pytest.importorskip("aiohttp", reason="needs the extra http")
 
 from dapo_jax import train
 from dapo_jax.config import load_config
+from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests.run.conftest import assert_equal_weights, learnt
 
 PLAY = "agent:tests/environments/agent_clients.py:guessing"
-PROGRAM = f"command:{sys.executable} tests/environments/guessing_program.py"
+PROGRAM = f"command:{sys.executable} examples/agents/guess.py"
 IN_FLIGHT = ("rollout.in_flight=48", "rollout.round_tokens=4")
 IN_WAVES = ("sampling.batch_invariant=true", "sampling.slots=64")
 
 
-def run(folder, source, *changes, resume=False):
+def keys_of(folder, source, *changes):
     """Three steps of the shipped guessing game, of four groups of eight episodes."""
     small = (
         "steps=3", "batch.prompts_per_step=4", "batch.group_size=8", "batch.groups_per_update=4", "dynamic_sampling.prompts_per_wave=6", "dynamic_sampling.max_waves=4",
         "sampling.slots=16", "batch.rows_per_microbatch=8", "eval.every_steps=0", "log.rollouts_every_steps=1", "checkpoint.every_steps=1",
         "environment.max_turns=5", "eval.prompts=2", "eval.samples_per_prompt=1",
     )  # fmt: skip
-    keys = [f"run_dir={folder}", f"environment.source={source}", *small, *changes]
-    return train(load_config("turns_quickstart", keys), resume=resume)
+    return [f"run_dir={folder}", f"environment.source={source}", *small, *changes]
+
+
+def run(folder, source, *changes, resume=False):
+    return train(load_config("turns_quickstart", keys_of(folder, source, *changes)), resume=resume)
 
 
 def assert_same(found, expected):
     """All values but the clock's and the agents' own are equal."""
     assert_equal_weights(found, expected)
-    for line, other in zip(learnt(found.metrics), learnt(expected.metrics), strict=True):
+    lines, others = (learnt(read_metrics(run.run_dir / "metrics.jsonl")) for run in (found, expected))
+    for line, other in zip(lines, others, strict=True):
         own = {name for name in line if "/agent_" in name}
         assert {name: value for name, value in line.items() if name not in own} == other
     for step in range(1, 4):

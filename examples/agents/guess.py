@@ -1,4 +1,7 @@
-"""Plays the environment `guess` as a program, with the standard library alone."""
+"""Plays the environment `guess` as an agent, with the standard library alone. The run equals a run with `environment.source=guess` bit for bit.
+
+dapo-jax train turns_quickstart environment.source="command:python examples/agents/guess.py" rollout.in_flight=64
+"""
 
 import json
 import os
@@ -16,12 +19,12 @@ def post(route, body):
 with open(os.environ["DAPO_JAX_TASK"]) as file:
     task = json.load(file)
 messages, guesses, number = [{"role": "user", "content": task["prompt"]}], 0, int(task["answer"])
-reward = None
+reward, malformed = None, 0.0
 while reward is None:
     try:
         [choice] = post("/chat/completions", {"messages": messages})["choices"]
-    except urllib.error.HTTPError:
-        reward, malformed = 0.0, 0.0
+    except urllib.error.HTTPError:  # environment.max_turns is reached
+        reward = 0.0
         break
     text, guesses = choice["message"]["content"], guesses + 1
     malformed = float(not (len(text) in (1, 2) and text.isdigit()) or choice["finish_reason"] == "length")
