@@ -31,6 +31,12 @@ class World:
 
     def round(self, clock):
         """One round, and the steps that end with it."""
+        self.sample(clock)
+        while clock.step_ends:
+            self.steps.append(end_step(clock))
+
+    def sample(self, clock):
+        """One round."""
         for one in clock.start():
             self.drawn[one] = 0
             self.started.append(one)
@@ -45,8 +51,6 @@ class World:
         for ordinal in clock.end_round(ended):
             self.judged[ordinal] = self.informative(ordinal)
             clock.end_group(ordinal, informative=self.judged[ordinal])
-        while clock.step_ends:
-            self.steps.append(end_step(clock))
 
 
 def end_step(clock):
@@ -126,6 +130,27 @@ def test_no_group_gets_older_than_the_bound_allows(sizes, seed):
     assert len(world.steps) >= 100 // 8 // (sizes.needed * sizes.samples_per_prompt) - 1
     if bound:
         assert all(age <= 2 * bound + 1 for step in world.steps for age in step.values())
+
+
+@given(any_sizes, st.integers(0, 10_000), st.integers(1, 5))
+def test_further_rounds_after_the_choice_are_for_later_steps(sizes, seed, further):
+    """The step has the first groups of those that were ready when it was chosen. All groups that start before it ends have its version."""
+    clock, world, chosen_before = VirtualClock(sizes), World(sizes, seed=seed), set()
+    for _ in range(40):
+        world.sample(clock)
+        if not clock.step_ends:
+            continue
+        ready, version, begun = dict(clock.ready), clock.version, len(world.started)
+        chosen = clock.choose()
+        assert chosen == {ordinal: version - ready[ordinal] for ordinal in sorted(ready)[: sizes.needed]}
+        for _ in range(further):
+            world.sample(clock)
+        new = {one.ordinal for one in world.started[begun:] if one.index == 0}
+        assert all(clock.groups[ordinal].version == version for ordinal in new & clock.groups.keys())
+        clock.end_step()
+        assert clock.version == version + 1
+        chosen_before |= chosen.keys()
+        assert not chosen_before & clock.ready.keys()
 
 
 def test_a_step_by_hand():
