@@ -58,19 +58,24 @@ class Actor:
         The future raises the error that the method raised, or DiedError if the actor has died. Use `concurrent.futures.wait` to wait for the first of several
         futures, or with a time limit.
         """
+        import ray
+
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()
-        self._handle.call.remote(method, *arguments).future().add_done_callback(
-            partial(_forward, answer, self.name)
-        )
+        if ray.is_initialized():
+            done = self._handle.call.remote(method, *arguments).future()
+            done.add_done_callback(partial(_forward, answer, self.name))
+        else:
+            answer.set_exception(DiedError(f"{self.name} died: the connection to the cluster was closed"))
         return answer
 
     def kill(self) -> None:
         """Ends the actor's process. Unfinished calls raise DiedError. If the node does not answer, the process ends when the node answers again."""
         import ray
 
-        with suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self._handle)
+        if ray.is_initialized():
+            with suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(self._handle)
 
 
 class Cluster:
@@ -81,8 +86,8 @@ class Cluster:
 
         Raises ValueError if ray is not installed, there is no cluster, or the cluster accepts programs of other machines without a token.
         """
-        # No advice about automatic scaling on the terminal.
-        os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
+        # No advice about automatic scaling on the terminal, and no new cluster if a call comes after `close`.
+        os.environ |= {"RAY_SCHEDULER_EVENTS": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
         with needing("cluster", f"cluster.address={address} needs ray"):
             import ray
         host = address.rpartition(":")[0]

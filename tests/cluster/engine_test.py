@@ -129,12 +129,14 @@ def test_the_engine_on_two_nodes(two_nodes):
     with pytest.raises(DiedError, match=message), soon():
         engine.start(COUNTER, 0, resources={"TPU": 4})
     check_an_engine(engine, lambda node: two_nodes.lose(node.address))
-    other = engine.start(COUNTER, 0)
+    other = engine.start(COUNTER, 0, node=engine.nodes()[0])  # the other node may not count as dead yet
     process, _ = other.call("process").result()
     pending = other.call("sleep", "/no/such/file")
     os.kill(process, signal.SIGKILL)
     with pytest.raises(DiedError, match="died"):
         pending.result(10)
     engine.close()
+    with pytest.raises(DiedError, match="the connection to the cluster was closed"):
+        other.call("add", 1).result(10)  # otherwise ray would start a cluster
     two_nodes.close()
     assert processes_of_ray() <= two_nodes.before

@@ -1,6 +1,7 @@
 """launch/ray_cluster.yaml: its fields, and the arguments that KubeRay makes of it for `ray start`."""
 
 import json
+import math
 import re
 import shlex
 
@@ -42,9 +43,29 @@ def test_the_head_offers_nothing_and_the_graders_offer_their_cpus():
     for group in GROUPS:
         line = " ".join(f"--{name}={value}" for name, value in group["rayStartParams"].items())
         read.append(scripts.cli.commands["start"].make_context("start", shlex.split(line)).params)
-    head, graders = read
+    head, graders, samplers = read
+    assert (samplers["num_cpus"], samplers["num_gpus"]) == (0, None)
     assert (head["num_cpus"], head["num_gpus"], json.loads(head["resources"])) == (0, 0, {"TPU": 0})
     assert (graders["num_cpus"], graders["num_gpus"]) == (None, 0)  # KubeRay takes the limit of the CPU
+
+
+def test_a_host_of_the_samplers_has_as_many_chips_as_its_topology():
+    for group in GROUPS:
+        spec = group["template"]["spec"]
+        chips = spec["containers"][0]["resources"]["limits"].get("google.com/tpu", "1")
+        topology = spec.get("nodeSelector", {}).get("cloud.google.com/gke-tpu-topology", "1")
+        assert math.prod(map(int, topology.split("x"))) == int(chips)
+    config = load_config(
+        ROOT / "configs" / "quickstart.yaml",
+        [
+            "cluster.address=auto",
+            "cluster.samplers=2",
+            "cluster.resources={TPU: 4}",
+            "rollout.in_flight=64",
+            "rollout.round_tokens=24",
+        ],
+    )
+    assert config.cluster.resources == {"TPU": int(chips)}  # the last group
 
 
 def test_the_command_in_its_header_trains_on_the_cluster():
