@@ -124,7 +124,8 @@ class SandboxConfig(Section, at="sandbox"):
     slots: int = key(0, aliases="sandbox_fusion.max_concurrent parallel_code_exec_per_proc", may_change=True)
     """Number of programs that run at once. 0 means the number of cores. Verdicts do not depend on it."""
     python: str = key("", may_change=True)
-    """Interpreter of the programs, such as `/usr/bin/python3`. Programs can only import packages that it has. Empty means the system's python3, or else the interpreter of the run."""
+    """Interpreter of the programs, such as `/usr/bin/python3`. Programs can only import packages that it has. Empty means the system's python3, or else the interpreter of the run. In a container, it is
+    an interpreter of the image."""
     limits: dict[str, Any] = key(default_factory=dict, aliases="sandbox_fusion.memory_limit_mb")
     """Limits of a program that differ from their defaults, for example {cpu_s: 6, memory_mb: 1024}. [The page about code](train_on_code.md#limits-and-verdicts) lists them. Limits in a dataset's
     rows come first."""

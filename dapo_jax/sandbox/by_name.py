@@ -46,7 +46,7 @@ def writes(path):
     with open(path, "w"):
         return f"wrote {path}"
 def environment():
-    return f"saw the environment {os.environ}" if set(os.environ) - {"PATH", "PWD", "LANG", "LC_CTYPE", "PYTHONHASHSEED"} else ""
+    return f"saw the environment {os.environ}" if set(os.environ) - {"PATH", "LANG", "LC_CTYPE", "PYTHONHASHSEED"} else ""
 def processes():
     others = {name for name in os.listdir("/proc") if name.isdigit()} - {"1", str(os.getpid())}
     return f"saw the processes {others}" if others else ""
@@ -85,6 +85,10 @@ def load_sandbox(backend: str = "auto", *, slots: int = 0, python: str = "") -> 
         raise ValueError(f"no sandbox is named {backend!r}; there are {known}")
     start: Callable[[], Server]
     if kind == "remote":
+        if python:
+            raise ValueError(
+                f"sandbox.python={python}: the service of remote:URL chooses the interpreter; leave it out"
+            )
         start = partial(RemoteServer, where)
     elif not sys.platform.startswith("linux"):
         raise ValueError(f"sandbox {backend}: programs of the model run on Linux only; use such a machine")

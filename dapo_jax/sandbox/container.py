@@ -56,6 +56,7 @@ class ContainerServer(Server):
                 await asyncio.sleep(0.02)
             else:
                 self._socket.close()  # programs cannot connect to it
+                self._folder.cleanup()  # nothing is left if this process is killed
                 connected.setblocking(False)
                 self._socket, self._is_connected = connected, True
         raise ServerError(self._last_words())

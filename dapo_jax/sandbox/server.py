@@ -44,8 +44,8 @@ SHARED = "typing collections itertools functools math heapq bisect string copy"
 """Modules whose names programs may use without an import. Names of Python itself come first."""
 MODULES = f"{SHARED} datetime decimal fractions io json operator os random re statistics time"
 
-# Flags of clone and unshare: NEWPID, then NEWNS | NEWIPC | NEWUTS, then any namespace, then THREAD.
-_PID, _MOUNTS, _NAMESPACES, _THREAD = 0x20000000, 0x0C020000, 0x7E020080, 0x00010000
+# Flags of clone and unshare: NEWPID, then NEWNS, then any namespace, then THREAD.
+_PID, _MOUNTS, _NAMESPACES, _THREAD = 0x20000000, 0x00020000, 0x7E020080, 0x00010000
 _MACHINES, _CLONE, _SOCKET = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}, (56, 220), (41, 198)
 _LIMITS = (302, 261)  # prlimit64
 _REFUSED = """
@@ -192,9 +192,10 @@ class ForkServer:
         os.closerange(len(files), 256)
         if self.isolates:
             checked(libc.unshare(_MOUNTS), "unshare")
-            checked(libc.mount(None, b"/", None, 0x44000, None), "mount /")  # MS_REC | MS_PRIVATE
-            options = b"subset=pid,hidepid=invisible"
-            checked(libc.mount(b"proc", b"/proc", b"proc", 14, options), "mount /proc, which needs Linux 5.8")
+            checked(
+                libc.mount(b"proc", b"/proc", b"proc", 14, b"subset=pid"),
+                "mount /proc, which needs Linux 5.8",
+            )
             for place in (b"/tmp", b"/dev/shm"):
                 options = b"size=32m,nr_inodes=1024,mode=777"
                 checked(libc.mount(b"tmpfs", place, b"tmpfs", 6, options), "mount tmpfs")
@@ -433,13 +434,12 @@ def share_names():
 
 
 def start_again():
-    """Starts the interpreter again, unless it has the stack and the environment of programs. It places its memory and seeds its hashes when it starts."""
-    _, most = resource.getrlimit(resource.RLIMIT_STACK)
-    size = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
-    os.environ.pop("LC_CTYPE", None)  # Python may set it itself
-    if resource.getrlimit(resource.RLIMIT_STACK) != (size, size) or dict(os.environ) != ENVIRONMENT:
+    """Starts the interpreter a second time, with the stack and the environment of programs. It places its memory and seeds its hashes when it starts."""
+    if sys.argv[-1] != "again":
+        _, most = resource.getrlimit(resource.RLIMIT_STACK)
+        size = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
         resource.setrlimit(resource.RLIMIT_STACK, (size, size))
-        os.execve(sys.executable, sys.orig_argv, ENVIRONMENT)
+        os.execve(sys.executable, [*sys.orig_argv, "again"], ENVIRONMENT)
 
 
 def serve(kind):

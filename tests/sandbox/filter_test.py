@@ -1,6 +1,7 @@
 """The filter of system calls, which an interpreter of BPF runs here for both kinds of machines, and the test that each sandbox has to pass."""
 
 import ast
+import socket
 import subprocess
 import sys
 
@@ -46,10 +47,8 @@ def result(machine, number, first=0, *, architecture=None):
 def test_the_filter_refuses_each_call_by_its_number(machine):
     words, place = NUMBERS.split(), 1 + list(ARCHITECTURES).index(machine)
     refused = {int(number) for number in words[place::3]}
-    clone, clone3, create_socket, limits = {
-        "x86_64": (56, 435, 41, 302),
-        "aarch64": (220, 435, 198, 261),
-    }[machine]
+    calls = {"x86_64": (56, 435, 41, 302), "aarch64": (220, 435, 198, 261)}
+    clone, clone3, create_socket, limits = calls[machine]
     others = dict.fromkeys((57, 58), 11) if machine == "x86_64" else {}  # fork and vfork
     expected = dict.fromkeys(refused, 1) | {clone3: NO_SYSTEM_CALL, clone: 11, create_socket: 97} | others
     found = {number: result(machine, number) for number in range(512)}
@@ -73,20 +72,10 @@ def test_each_probe_of_a_sandbox_notices_a_leak(tmp_path):
     local = by_name._LOCAL_PROBES.split()
     assert {probe.partition("(")[0] for probe in local} == {*functions}
     assert {"writes('/usr/x')", "writes('/x')"} < {*local}
-    with by_name.socket.create_server(("127.0.0.1", 0)) as server:
+    outside = [*by_name._REMOTE_PROBES.split(), f"writes('{tmp_path}/x')", "environment()", "processes()"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
         (tmp_path / "host").write_text("secret")
-        for probe in [
-            *by_name._REMOTE_PROBES.split(),
-            f"writes('{tmp_path}/x')",
-            "environment()",
-            "processes()",
-        ]:
+        for probe in outside:
             given = f"{tmp_path}/host {server.getsockname()[1]} {probe}"
-            done = subprocess.run(
-                [sys.executable, "-c", by_name._PROBES],
-                input=given,
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            assert done.stdout, probe
+            command = [sys.executable, "-c", by_name._PROBES]
+            assert subprocess.check_output(command, input=given, text=True), probe

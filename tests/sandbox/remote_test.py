@@ -150,3 +150,5 @@ def test_an_address_is_needed():
         load_sandbox("remote")
     with pytest.raises(ValueError, match=r"Connection refused.*Start the service, and check the address"):
         load_sandbox("remote:http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"sandbox\.python=python3: the service .* leave it out"):
+        load_sandbox("remote:http://127.0.0.1:9", python="python3")

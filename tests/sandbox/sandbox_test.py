@@ -79,6 +79,15 @@ print(sorted(map(int, os.listdir("/proc/self/fd"))), os.getuid(), os.getgid(), o
     assert run(source).stdout.decode() == f"{{0}} 1 2\n[0, 1, 2, 3, 4] {ids}\n"
 
 
+@only_bubblewrap
+def test_mounts_have_no_device_and_no_program_with_rights_of_its_owner():
+    source = """
+mounts = [line.split()[4:6] for line in open("/proc/self/mountinfo")]
+print(*sorted(place for place, options in mounts if not {"nosuid", "nodev"} <= set(options.split(","))))
+"""
+    assert run(source).stdout == b"/dev/null /dev/random /dev/urandom /dev/zero\n"
+
+
 def test_threads_and_functions_of_atexit_end_before_the_program():
     source = """
 import atexit, threading, time
@@ -93,18 +102,22 @@ def test_programs_are_repeatable():
     assert run(source).stdout == run(source).stdout
 
 
-def test_files_and_globals_of_a_program_are_gone_for_the_next():
+def test_files_globals_and_mounts_of_a_program_are_gone_for_the_next():
     """The two programs run on the same server."""
     leave = (
         "import builtins; builtins.left = 1; open('left', 'w').close(); open('/dev/shm/left', 'w').close()"
     )
     look = "import builtins, os; print(hasattr(builtins, 'left'), os.listdir('.'), os.listdir('/dev/shm'))"
+    mounts = "print(len(open('/proc/self/mountinfo').readlines()))"
 
     async def job(sandbox):
-        assert (await sandbox.run(Program(source=leave))).status == 0
-        return await sandbox.run(Program(source=look))
+        return [
+            (await sandbox.run(Program(source=source))).stdout for source in (mounts, leave, look, mounts)
+        ]
 
-    assert with_sandbox(job, slots=1).stdout == b"False [] []\n"
+    first, left, found, last = with_sandbox(job, slots=1)
+    assert (left, found) == (b"", b"False [] []\n")
+    assert first == last, "mounts of earlier programs are left"
 
 
 def test_a_program_cannot_search_its_memory_for_data_of_an_earlier_one():
@@ -375,6 +388,17 @@ def test_a_sandbox_that_leaks_is_refused(monkeypatch):
             patched.setattr(by_name, name, getattr(by_name, name).replace(old, new))
             with pytest.raises(ValueError, match=f"the sandbox leaks: a program {leak}"):
                 load_sandbox()
+
+
+def test_a_sandbox_without_a_limit_of_time_is_refused(monkeypatch):
+    run("pass")
+
+    async def ends(sandbox, program):
+        return Outcome(ended="exit")
+
+    monkeypatch.setattr(by_name.ServerSandbox, "run", ends)
+    with pytest.raises(ValueError, match="does not end a program that runs for ever"):
+        load_sandbox()
 
 
 def test_unsafe_limits_time_and_memory(monkeypatch):

@@ -73,7 +73,14 @@ def value(expression: str, x: int) -> int:
     >>> value("x3+2*", 4)
     14
     """
-    return eval(infix(expression, brackets=True), {"x": x})
+    stack = list[int]()
+    for mark in expression:
+        if mark in "+-*":
+            right, left = stack.pop(), stack.pop()
+            stack.append({"+": left + right, "-": left - right, "*": left * right}[mark])
+        else:
+            stack.append(x if mark == "x" else int(mark))
+    return stack[0]
 
 
 def demonstration(expression: str, draw: int) -> str:
