@@ -96,8 +96,8 @@ class Cluster:
         try:
             ray.init(address, logging_level=logging.ERROR, namespace="dapo_jax")
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            remedy = "start it with `ray start --head`, and write the address that this command prints"
-            why = f"cluster.address={address}: there is no Ray cluster ({error}); {remedy}"
+            remedy = "start it with `ray start --head`, write the address that this command prints, and set its RAY_AUTH_TOKEN"
+            why = f"cluster.address={address}: there is no Ray cluster with this token ({error}); {remedy}"
             raise ValueError(why) from error
         finally:  # ray replaces the handler, but a signal to stop must save a checkpoint
             if threading.current_thread() is threading.main_thread():

@@ -140,3 +140,32 @@ def test_the_engine_on_two_nodes(two_nodes):
         other.call("add", 1).result(10)  # otherwise ray would start a cluster
     two_nodes.close()
     assert processes_of_ray() <= two_nodes.before
+
+
+WITH_A_TOKEN = """
+import os, subprocess, sys
+from ray.cluster_utils import Cluster
+nodes = Cluster(True, head_node_args={"num_cpus": 1, "num_gpus": 0, "object_store_memory": 80 << 20})
+code = f'''
+from dapo_jax.cluster.engine import Cluster
+cluster = Cluster("{nodes.address}")
+print("the sum is", cluster.start("tests.cluster.threads:Counter", 1).call("add", 1).result(10))
+cluster.close()
+'''
+for change in ({}, {"RAY_AUTH_TOKEN": "cd" * 32}, {"RAY_AUTH_MODE": "disabled"}):
+    subprocess.run([sys.executable, "-c", code], env=os.environ | change, stderr=subprocess.STDOUT)
+nodes.shutdown()
+"""
+
+
+# Slow: a cluster on this machine's own address, to which three processes connect.
+@pytest.mark.slow
+def test_a_cluster_with_a_token_accepts_this_token_alone():
+    pytest.importorskip("ray", reason="needs the extra `cluster`")
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", WITH_A_TOKEN]
+    done = subprocess.run(command, env=os.environ | token, capture_output=True, text=True, timeout=300)
+    assert done.stdout.count("the sum is 2") == 1, done.stdout + done.stderr
+    assert done.stdout.count("ValueError: cluster.address") == 2
+    assert done.stdout.count("there is no Ray cluster with this token") == 1
+    assert done.stdout.count("Set RAY_AUTH_MODE=token on all machines") == 1
