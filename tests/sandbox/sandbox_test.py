@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -67,16 +68,17 @@ def test_a_program_sees_its_input_and_nothing_else():
 def test_a_program_has_no_rights_and_no_other_open_files():
     """0 to 2 are the standard streams, 3 is for messages, and 4 lists the folder."""
     source = """
-import os
+import os, resource
 names = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 print({int(status[name], 16) for name in names[:5]}, *(int(status[name]) for name in names[5:]))
 print(sorted(map(int, os.listdir("/proc/self/fd"))), os.getuid(), os.getgid(), os.getgroups())
+print(*resource.getrlimit(resource.RLIMIT_CORE))
 """
     ids = f"{os.geteuid()} {os.getegid()} {[65534] * len(os.getgroups())}"
     if os.geteuid() == 0:  # programs run as another user, without the groups of root
         ids = f"65534 65534 {[65534] if IN_CONTAINER else []}"
-    assert run(source).stdout.decode() == f"{{0}} 1 2\n[0, 1, 2, 3, 4] {ids}\n"
+    assert run(source).stdout.decode() == f"{{0}} 1 2\n[0, 1, 2, 3, 4] {ids}\n0 0\n"
 
 
 @only_bubblewrap
@@ -424,6 +426,29 @@ print(child)
     assert (seen, memory) == ("/ LANG PATH PYTHONHASHSEED NoNewPrivs:\t1", "memory")
     with suppress(FileNotFoundError):  # or process 1 has not noticed its end
         assert Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_program_that_is_unsafe_ends_with_its_server():
+    sandbox, folder = load_sandbox("unsafe", slots=1), tempfile.TemporaryDirectory()
+    note = Path(folder.name) / "pid"
+    note.parent.chmod(0o777)  # the program may have another user
+    source = f"import os, time\nwith open({str(note)!r}, 'w') as file: file.write(str(os.getpid()))\ntime.sleep(60)"
+
+    async def job():
+        server, end = sandbox.start(), time.monotonic() + 30
+        await server.begin(Program(source=source), "script")
+        while not (note.exists() and note.read_text()):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+        server.process.kill()
+        with suppress(FileNotFoundError, ProcessLookupError):
+            while Path(f"/proc/{note.read_text()}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+        server.close()
+
+    with folder:
+        asyncio.run(job())
 
 
 def test_a_machine_without_merged_folders_is_read_only(monkeypatch):
