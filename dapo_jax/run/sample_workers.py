@@ -71,6 +71,10 @@ def load_sampler(setup: WorkerSetup) -> tuple[ResponseSampler, dict[str, str]]:
         policy = replace(policy, decoder=setup.decoder)
     records = any(name == "routes" for name, *_ in recorded_values(config, policy.decoder))
     spec = rollout_spec(config, samplers=setup.samplers, records_routes=records)
+    if not config.sampling.batch_invariant:
+        # A round of a lost worker's responses comes after a round of this worker's own, which then leave their slots. All other workers may be lost.
+        in_flight = max(spec.engine.in_flight * config.cluster.samplers, spec.engine.slots + 1)
+        spec = spec._replace(engine=replace(spec.engine, in_flight=in_flight))
     sampler = response_sampler(policy, meshes, spec, seed=config.seed)
     sampler.compile({"temperature": config.sampling.temperature})
     return sampler, facts

@@ -1,16 +1,25 @@
-"""The time of many short calls on two nodes, next to workers of this machine."""
+"""The time of many short calls on two nodes, next to workers of this machine, and of a round of a sample worker, next to a round in the process."""
 
+import statistics
 import time
 from functools import partial
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from dapo_jax.cluster.engine import Cluster
+from dapo_jax.cluster.remote_rounds import RemoteWorkers
 from dapo_jax.cluster.remote_worker import Places, RemoteWorker
+from dapo_jax.cluster.sample_worker import SampleWorker
+from dapo_jax.health.stalls import Watch
 from dapo_jax.rewards.grading_pool import GradingPool
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.requests import Request
 from dapo_jax.workers import Worker
+from tests.cluster.remote_rounds_test import sampler_of
 from tests.rewards.samples import sample
+from tests.sampling.continuous_batching_schedule_test import LIMIT, prompt
 
 
 def a_millisecond(one):
@@ -47,3 +56,47 @@ def test_short_calls_take_at_most_1_3_times_as_long_as_on_this_machine(two_nodes
     cluster.close()
     print(f"1,008 calls of 1 ms: {here:.2f} s on this machine, {there:.2f} s on two nodes")
     assert there <= 1.3 * here
+
+
+def longest(ordinal, index):
+    return LIMIT
+
+
+def sampling_worker(setup):
+    """A sample worker without a model: a round costs the host's work only."""
+    return SampleWorker(lambda: (sampler_of(longest, slots=64), {}), temperature=1.0, limits=None)
+
+
+def seconds_of_a_round(rounds):
+    """The median in seconds of 19 rounds of 64 responses, after a first round, which prefills."""
+    going, found = [Request(prompt(ordinal), index, 0) for ordinal in range(8) for index in range(8)], []
+    for _ in range(20):
+        start = time.perf_counter()
+        rounds.draw(going, LIMIT // 20)
+        found.append(time.perf_counter() - start)
+    assert all(request.drawn == LIMIT for request in going)
+    return statistics.median(found[1:])
+
+
+# Slow: starts a cluster of two nodes.
+@pytest.mark.slow
+def test_a_round_through_an_actor_costs_at_most_5_ms_more_than_in_the_process(two_nodes):
+    """Two messages of about 1 ms, whose 64 records take about 10 us each in each direction; the rest is for noise."""
+    sampler = sampler_of(longest, slots=64)
+    here = seconds_of_a_round(sampler.rounds({}, decoding=decoding()))
+    cluster = Cluster(two_nodes.address)
+
+    def start(index):
+        actor = cluster.start("tests.cluster.speed_test:sampling_worker", None)
+        actor.call("prepare").result()
+        return actor
+
+    workers = RemoteWorkers(
+        cluster, start, count=1, sampler=sampler, temperature=1.0, in_flight=64, round_s=20.0, replace_s=20.0,
+        batch_invariant=False, watch=Watch(0, end=print),
+    )  # fmt: skip
+    there = seconds_of_a_round(workers.begin([jnp.ones(3)] * 3, 0))
+    workers.close()
+    cluster.close()
+    print(f"a round of 64 responses: {1e3 * here:.2f} ms in the process, {1e3 * there:.2f} ms in an actor")
+    assert there - here <= 5e-3
