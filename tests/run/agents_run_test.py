@@ -1,7 +1,11 @@
 """Runs whose episodes are agents equal the run of an environment that plays the same game."""
 
+import os
+import subprocess
 import sys
+import time
 
+import jax
 import pytest
 
 pytest.importorskip("aiohttp", reason="needs the extra http")
@@ -10,7 +14,9 @@ from dapo_jax import train
 from dapo_jax.config import load_config
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
+from tests.faults.micro import Run
 from tests.run.conftest import assert_equal_weights, learnt
+from tests.several import ROOT
 
 PLAY = "agent:tests/environments/agent_clients.py:guessing"
 PROGRAM = f"command:{sys.executable} examples/agents/guess.py"
@@ -95,3 +101,26 @@ def test_a_run_of_agents_that_is_interrupted_after_each_step_is_the_uninterrupte
     for steps in (1, 2, 3):
         found = run(tmp_path / "run", PLAY, *IN_FLIGHT, f"steps={steps}", resume=steps > 1)
     assert_equal_weights(found, guessed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [PLAY, PROGRAM], ids=["function", "command"])
+def test_a_run_of_agents_that_is_killed_in_the_middle_of_a_step_is_the_uninterrupted_run(
+    source, guessed, tmp_path, monkeypatch
+):
+    """SIGKILL ends it after the first checkpoint, while agents wait before their next requests."""
+    monkeypatch.setenv("DELAY", "1")
+    killed = Run(tmp_path)
+    words = ["train", "turns_quickstart", *keys_of(killed.run_dir, source, *IN_FLIGHT)]
+    # As many devices as in this process: the sums of gradients depend on their number.
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(jax.device_count()), "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-m", "dapo_jax.cli", *words], cwd=ROOT, env=environment)
+    try:
+        killed.wait_for(process, lambda: killed.steps() == [1], within_s=300)
+        time.sleep(0.3)
+    finally:
+        process.kill()
+        process.wait()
+    assert killed.steps() == [1], "the second step has begun, and has not ended"
+    monkeypatch.setenv("DELAY", "0")
+    assert_same(run(killed.run_dir, source, *IN_FLIGHT, resume=True), guessed)
