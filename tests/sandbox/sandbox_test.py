@@ -392,7 +392,7 @@ def test_a_sandbox_that_leaks_is_refused(monkeypatch):
                 load_sandbox()
 
 
-def test_a_sandbox_without_a_limit_of_time_is_refused(monkeypatch):
+def test_a_sandbox_without_a_limit_of_time_or_with_wrong_outputs_is_refused(monkeypatch):
     run("pass")
 
     async def ends(sandbox, program):
@@ -400,6 +400,9 @@ def test_a_sandbox_without_a_limit_of_time_is_refused(monkeypatch):
 
     monkeypatch.setattr(by_name.ServerSandbox, "run", ends)
     with pytest.raises(ValueError, match="does not end a program that runs for ever"):
+        load_sandbox()
+    monkeypatch.setattr("dapo_jax.sandbox.servers._KNOWN", Program(source="print(1)"))
+    with pytest.raises(ValueError, match="the sandbox failed: a right program ended with"):
         load_sandbox()
 
 
