@@ -61,6 +61,9 @@ OTHERS = {
     "report/build.py": "a window of the browser",
     "serving/text.py": "a window of characters",
     "text/stop_strings.py": "a window of characters",
+    "text/thoughts.py": "models whose thoughts have other marks",
+    "environments/rendering.py": "a model whose results follow their calls",
+    "environments/tool_calls.py": "models whose calls have other formats",
 }
 """Other files that may have such a word, and its meaning there."""
 CLASSES = re.compile(
