@@ -1,9 +1,11 @@
 """Fixtures: Ray clusters on this machine."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -56,10 +58,13 @@ def cluster_of_two():
 
 @contextlib.contextmanager
 def cluster():
-    nodes = TwoNodes()
-    yield nodes
-    import ray
+    """A cluster of two nodes. Other workers of pytest wait for its end, because tests look for processes that are left on this machine."""
+    with open(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "cluster.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        nodes = TwoNodes()
+        yield nodes
+        import ray
 
-    ray.shutdown()
-    with contextlib.suppress(Exception):
-        nodes.close()
+        ray.shutdown()
+        with contextlib.suppress(Exception):
+            nodes.close()
