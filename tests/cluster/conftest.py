@@ -5,6 +5,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def cluster_of_two():
 @contextlib.contextmanager
 def cluster():
     """A cluster of two nodes. Other workers of pytest wait for its end, because tests look for processes that are left on this machine."""
-    with open(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "cluster.lock", "w") as lock:
+    with open(Path(tempfile.gettempdir()) / "dapo_jax_tests_cluster.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         nodes = TwoNodes()
         yield nodes
