@@ -84,12 +84,17 @@ class Cluster:
     def __init__(self, address: str) -> None:
         """Connects to the cluster at `address`, which is `HOST:PORT`, or `auto` for the cluster that was started on this machine.
 
-        Raises ValueError if ray is not installed, there is no cluster, or the cluster accepts programs of other machines without a token.
+        Raises ValueError if ray is not installed, this process is connected already, there is no cluster, or the cluster accepts programs of other machines without a token.
         """
         # No advice about automatic scaling on the terminal, and no new cluster if a call comes after `close`.
         os.environ |= {"RAY_SCHEDULER_EVENTS": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
         with needing("cluster", f"cluster.address={address} needs ray"):
             import ray
+        if ray.is_initialized():
+            remedy = "end the other run, or call ray.shutdown()"
+            raise ValueError(
+                f"cluster.address={address}: this process is connected to a Ray cluster already; {remedy}"
+            )
         host = address.rpartition(":")[0]
         _check_token(address, [host] if host else [])
         stop = signal.getsignal(signal.SIGTERM)

@@ -33,95 +33,9 @@ for name, text in ask({}).items():
         file.write(text)
 sys.argv = ["checker", "input", "output", "submission"]
 """
-_JUDGE = """
-import ast, builtins, sys, types
-functions = []
-def keep(value):
-    if type(value) in (Stub, Remote):
-        return {"kept": value.__name__}
-    if not callable(value):
-        return {"opaque": type(value).__name__}
-    functions.append(value)
-    return {"kept": f"@{len(functions) - 1}"}
-def asked(name, args, kwargs, on):
-    data = packed(list(args), 0, keep), packed(kwargs, 0, keep)
-    reply = ask({"name": name, "args": data[0], "kwargs": data[1], "back": True, "on": on})
-    while "callback" in reply:
-        try:
-            value = functions[reply["callback"]](*unpacked(reply["args"], Remote))
-            answer = {"value": packed(value, 0, keep)}
-        except Exception as problem:
-            answer = {"raise": [type(problem).__name__, str(problem)]}
-        reply = ask({"answer": answer})
-    if "raise" in reply:
-        kind = getattr(builtins, reply["raise"][0], None)  # the program may have forged the name
-        is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        try:
-            error = kind(*unpacked(reply["raise"][2], Remote)) if is_error else RuntimeError(reply["raise"][1])
-        except Exception:
-            error = RuntimeError(reply["raise"][1])
-        raise error
-    for old, new in zip(args, unpacked(reply["args"], Remote)):
-        if type(old) is type(new) is list:
-            old[:] = new
-        elif type(old) is type(new) in (dict, set):
-            old.clear()
-            old.update(new)
-    return unpacked(reply["value"], Remote)
-class Stub:
-    def __init__(self, name):
-        self.__name__ = name
-    def __getattr__(self, name):
-        return Stub(f"{self.__name__}.{name}")
-    def __call__(self, *args, **kwargs):
-        return asked(self.__name__, args, kwargs, False)
-    def __instancecheck__(self, value):
-        return type(value) is Remote and asked("isinstance", (value, self), {}, True) is True
-class Remote:
-    def __init__(self, name):
-        vars(self)["__name__"] = name
-    def __eq__(self, other):
-        return type(other) is Remote and asked("eq", (self, other), {}, True) is True
-    __hash__ = object.__hash__
-    def __getattr__(self, name):
-        if name.startswith("__"):  # other packages would use it to compare
-            raise AttributeError(name)
-        return asked("getattr", (self, name), {}, True)
-for operation in "setattr call iter next len str repr bool getitem setitem delitem".split():
-    def method(self, *args, _operation=operation, **kwargs):
-        return asked(_operation, (self, *args), kwargs, True)
-    setattr(Remote, f"__{operation}__", method)
-class Names(dict):
-    def __missing__(self, name):
-        return Stub(name)
-def tested(name, texts):
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
-    made = {getattr(node, "name", None) or getattr(node, "arg", None) for node in nodes}
-    made |= {node.asname for node in nodes if isinstance(node, ast.alias)}
-    made |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)} - made
-    known = {name: vars(builtins)[name] for name in called if name in vars(builtins)}
-    if name or called - known.keys():
-        return [name] if name else []
-    known = {name: value for name, value in known.items() if not (isinstance(value, type) and issubclass(value, BaseException))}
-    return [name for name, value in known.items() if getattr(value, "__module__", "") != "builtins"] or [*known]
-job = ask({})
-solution = types.ModuleType("solution")
-solution.__getattr__ = Stub
-sys.modules["solution"] = solution
-space = {"__builtins__": Names(vars(builtins)), "__name__": "tests", "stub": Stub}
-space.update((name, Stub(name)) for name in tested(job["name"], [job["setup"], *job["code"]]))
-exec(job["setup"], space)
-for code in job["code"]:
-    why = ""
-    try:
-        exec(code, space)
-    except Exception as problem:
-        why = f"{type(problem).__name__} {problem}"
-    ask({"why": why})
-"""
-"""The judge, which runs tests that are code. Names that the tests do not define themselves are functions and classes of the program, which runs in another sandbox. Its
-objects stay there. A `Remote` forwards the operations of a test on such an object, but never compares it with a value of the test, so the program learns no expected value."""
+_JUDGE = (
+    Path(__file__).with_name("code_judge.py").read_text(encoding="utf-8") + "\nmain(ask, packed, unpacked)\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Builds the objects of a training run from its configuration."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -86,23 +87,26 @@ class Run:
         graders = check_graders(config.reward, config.sandbox, reward=reward)  # before the model loads
         _check_advantages(config, advantages, graders)
         self._cluster, self._worker = _connected(config)
-        environment = environment_of(config, reward=reward, worker=self._worker)
-        say("preparing prompts")  # before the weights load, which takes longer
-        self._prompts = prompt_sets(config, tokenizer_of(config.model), rows=prompts, eval_rows=eval_rows)
-        self._has_reference = has_reference(config, objective or objective_of(config.loss))
-        say(f"loading {config.model.source}")
-        self._learner, files = self._load_learner(meshes, resumes)
-        self._teacher, teacher_files = self._load_teacher(say)
-        self.identity = identity_of(config, prompts=self._prompts.identity, model=files | teacher_files)
-        """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
-        self.notes = list(self._notes(resumes))
-        episodes = episodes_of(environment, config, self.policy.tokenizer, worker=self._worker)
-        watch = watch or Watch(0.0, end=lambda status, why: None)
-        functions = [grader.loaded.function for grader in graders]
-        self.counting = [function for function in functions if isinstance(function, Judge | CodeGrader)]
-        self.sampling = self._group_sampling(graders, episodes, stop or Stop(), watch)
-        self.batches = self._step_batches(graders, advantages)
-        self.updater = self._build_updater(objective)
+        with ExitStack() as failed:
+            failed.callback(self._close_cluster)
+            environment = environment_of(config, reward=reward, worker=self._worker)
+            say("preparing prompts")  # before the weights load, which takes longer
+            self._prompts = prompt_sets(config, tokenizer_of(config.model), rows=prompts, eval_rows=eval_rows)
+            self._has_reference = has_reference(config, objective or objective_of(config.loss))
+            say(f"loading {config.model.source}")
+            self._learner, files = self._load_learner(meshes, resumes)
+            self._teacher, teacher_files = self._load_teacher(say)
+            self.identity = identity_of(config, prompts=self._prompts.identity, model=files | teacher_files)
+            """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
+            self.notes = list(self._notes(resumes))
+            episodes = episodes_of(environment, config, self.policy.tokenizer, worker=self._worker)
+            watch = watch or Watch(0.0, end=lambda status, why: None)
+            functions = [grader.loaded.function for grader in graders]
+            self.counting = [function for function in functions if isinstance(function, Judge | CodeGrader)]
+            self.sampling = self._group_sampling(graders, episodes, stop or Stop(), watch)
+            self.batches = self._step_batches(graders, advantages)
+            self.updater = self._build_updater(objective)
+            failed.pop_all()
 
     @property
     def policy(self) -> Policy:
@@ -280,6 +284,9 @@ class Run:
     def close(self) -> None:
         """Stops the sample workers, the grading workers and their event loop, and leaves the cluster."""
         self.sampling.close()
+        self._close_cluster()
+
+    def _close_cluster(self) -> None:
         if self._cluster is not None:
             self._cluster.close()
 

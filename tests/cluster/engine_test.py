@@ -124,6 +124,8 @@ def test_the_engine_on_two_nodes(two_nodes):
     before = signal.getsignal(signal.SIGTERM)
     engine = Cluster(two_nodes.address)
     assert signal.getsignal(signal.SIGTERM) is before  # the handler of the run, which saves a checkpoint
+    with pytest.raises(ValueError, match="connected to a Ray cluster already"):
+        Cluster(two_nodes.address)
     assert [node.address for node in engine.nodes()] == ["127.0.0.2", "127.0.0.3"]
     message = r"did not start within 6 s. It needs TPU 4; .* free .*: CPU 2, TPU 2"
     with pytest.raises(DiedError, match=message), soon():

@@ -198,7 +198,7 @@ def test_an_environments_episodes_go_on_when_their_node_is_lost(cluster):
     assert len({actor.node.id for actor in cluster.started}) == 2
 
 
-# Slow: a cluster of two nodes, one of which freezes or dies. Ray notices a frozen node after 64 s.
+# Slow: a cluster of two nodes. One node freezes or dies. Ray notices a frozen node after 64 s.
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["frozen", "killed"])
 def test_the_calls_of_a_node_of_ray_are_repeated_on_the_other_node(two_nodes, way, monkeypatch):

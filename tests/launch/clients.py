@@ -3,8 +3,10 @@
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,25 @@ class Laptop:
 
     def launch(self, script: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
         return self.run("bash", ROOT / "launch" / script, *words, **more)
+
+    def signal(self, number: int, script: str, *words: str, once: str, **more: str) -> str:
+        """Launches a script, and signals it once it has called the client `once`. Returns its error output. It must end with status 0 within 15 s."""
+        # A stop in this process leaves SIGUSR1 ignored. Bash would inherit that, and cannot trap such a signal.
+        former = signal.signal(number, signal.SIG_DFL)
+        job = subprocess.Popen(
+            ["bash", ROOT / "launch" / script, *words], cwd=self.work, env=self.environment | more, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        signal.signal(number, former)
+        try:
+            until = time.monotonic() + 30
+            while not self.calls(once) and time.monotonic() < until:
+                time.sleep(0.05)
+            job.send_signal(number)
+            assert job.wait(timeout=15) == 0
+        finally:
+            subprocess.run(["kill", "--", f"-{job.pid}"], check=False)
+            errors = job.communicate()[1]
+        return errors
 
     def calls(self, *names: str) -> list[dict[str, Any]]:
         """The recorded calls in order: all, or only of these clients."""

@@ -3,12 +3,8 @@
 import re
 import shlex
 import signal
-import subprocess
-import time
 
 import pytest
-
-from tests.launch.clients import ROOT
 
 CONFIG = "configs/quickstart.yaml"
 RUN = (CONFIG, "cluster.workers=true", "run_dir=runs/shared")
@@ -76,24 +72,9 @@ def test_which_failures_requeue_the_job(laptop, status, job, environment, requeu
 def test_a_stop_is_passed_to_the_trainer_alone_and_the_job_is_requeued(laptop):
     """The stub of the trainer ends at SIGTERM. The steps of Ray's nodes get no signal."""
     laptop.scenario(held=True, status=[THREE])
-    former = signal.signal(
-        signal.SIGUSR1, signal.SIG_DFL
-    )  # bash cannot trap a signal that it inherits as ignored
-    script = ROOT / "launch" / "slurm_ray.sbatch"
-    job = subprocess.Popen(
-        ["bash", script, *RUN], cwd=laptop.work, env=laptop.environment | JOB, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    signal.signal(signal.SIGUSR1, former)
-    try:
-        until = time.monotonic() + 30
-        while not laptop.calls("dapo-jax") and time.monotonic() < until:
-            time.sleep(0.05)
-        job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=15) == 0
-        assert [call["words"] for call in laptop.calls("scancel", "scontrol")] == [["requeue", "71"]]
-    finally:
-        subprocess.run(["kill", "--", f"-{job.pid}"], check=False)
-        assert "signalled to stop; requeued" in job.communicate()[1]
+    errors = laptop.signal(signal.SIGUSR1, "slurm_ray.sbatch", *RUN, once="dapo-jax", **JOB)
+    assert [call["words"] for call in laptop.calls("scancel", "scontrol")] == [["requeue", "71"]]
+    assert "signalled to stop; requeued" in errors
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import re
 import shlex
 import signal
-import subprocess
-import time
 
 import pytest
 
@@ -55,23 +53,10 @@ def test_which_failures_requeue_the_job(laptop, status, job, environment, requeu
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_stop_is_passed_to_the_step_and_the_job_is_requeued(laptop, number):
     laptop.scenario(held=True, srun=[75])
-    # A stop in this process leaves SIGUSR1 ignored. Bash would inherit that, and cannot trap such a signal.
-    former = signal.signal(number, signal.SIG_DFL)
-    job = subprocess.Popen(
-        ["bash", SCRIPT, *RUN], cwd=laptop.work, env=laptop.environment | JOB, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    signal.signal(number, former)
-    try:
-        until = time.monotonic() + 30
-        while not laptop.calls("srun") and time.monotonic() < until:
-            time.sleep(0.05)
-        job.send_signal(number)
-        assert job.wait(timeout=15) == 0
-        order = [call["words"] for call in laptop.calls("scancel", "scontrol")]
-        assert order == [["--signal=TERM", "71"], ["requeue", "71"]]
-    finally:
-        subprocess.run(["kill", "--", f"-{job.pid}"], check=False)
-        assert "signalled to stop; requeued" in job.communicate()[1]
+    errors = laptop.signal(number, SCRIPT.name, *RUN, once="srun", **JOB)
+    order = [call["words"] for call in laptop.calls("scancel", "scontrol")]
+    assert order == [["--signal=TERM", "71"], ["requeue", "71"]]
+    assert "signalled to stop; requeued" in errors
 
 
 @pytest.mark.parametrize(

@@ -398,6 +398,18 @@ def test_a_function_may_have_a_name_of_python(source, tests, expected):
     check([case(tests, expected, fenced(source), [f"assert {test}" for test in tests])])
 
 
+def test_tests_may_import_from_the_program_and_call_functions_of_python():
+    source = "def gcd(a, b): return a if not b else gcd(b, a % b)\ndef double(x): return x * 2"
+    tests = [
+        "from solution import gcd\nassert sum([gcd(12, 18), 1]) == 7",
+        "from solution import double\nassert len(double([1])) == 2",
+        "import solution\nassert len(solution.double([1])) == 2",
+        "from solution import *\nassert len(double([1])) == 2",
+        "f = stub('double')\nassert len(f([1])) == 2",
+    ]
+    check([case(test, "passed", fenced(source), [test]) for test in tests])
+
+
 def test_tests_that_do_not_call_the_program_are_refused():
     """Otherwise every program would pass."""
     with pytest.raises(ValueError, match="do not call the program; remove the row"):

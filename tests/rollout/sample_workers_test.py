@@ -110,7 +110,7 @@ def same(same_run):
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["plain", "lora", "experts", "episodes"])
 def test_sample_workers_change_no_bit(kind, lag, flying, run_micro, same, cluster, chance, rows):
-    """One process, two workers, and three workers with other slots of which one in ten rounds ends a process."""
+    """One process equals two workers. It also equals three workers with other slots, although one round in ten ends a worker's process."""
     make, how = partial(flying, kind=kind, rollout__weight_rounds=lag), {"eval_rows": rows}
     how |= {"reward": None} if kind == "episodes" else {}
     expected = run_micro(make(), **how)

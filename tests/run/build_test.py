@@ -12,7 +12,8 @@ import pytest
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import META
-from dapo_jax.config import ConfigError, EnvironmentConfig, OptimizerConfig, RolloutConfig
+from dapo_jax.cluster.engine import Cluster
+from dapo_jax.config import ClusterConfig, ConfigError, EnvironmentConfig, OptimizerConfig, RolloutConfig
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.build import Run
@@ -54,6 +55,24 @@ def test_the_grader_and_the_data_are_checked_before_the_weights(
                 **changes,
             )
         )
+
+
+def test_a_run_that_cannot_be_built_leaves_the_cluster(micro, monkeypatch):
+    """Otherwise the next run of this process, for example in a notebook, would find a connection."""
+    events = []
+
+    class Connection(Cluster):
+        def __init__(self, address):
+            events.append(address)
+
+        def close(self):
+            events.append("closed")
+
+    monkeypatch.setattr("dapo_jax.run.build.Cluster", Connection)
+    cluster = ClusterConfig(address="auto", workers=True)
+    with pytest.raises(ConfigError, match=r"/missing\.jsonl"):
+        Run(micro(data__source="jsonl", data__path="/missing.jsonl", cluster=cluster))
+    assert events == ["auto", "closed"]
 
 
 def test_the_first_note_has_the_devices_the_parameters_and_the_prompts(micro, rows):

@@ -1,0 +1,170 @@
+"""The judge of tests that are code. It runs in a sandbox of its own, and uses the standard library only, because the sandbox gets its text.
+
+The program under test runs in another sandbox. Names that the tests do not define themselves are functions and classes of the program. A call sends its arguments
+there. Plain data comes back as it is. Any other object stays there, and a `Remote` forwards the operations of the tests on it. An object is never compared with a
+value of the tests, so the program learns no expected value.
+"""
+
+import ast
+import builtins
+import sys
+import types
+
+host = types.SimpleNamespace()
+"""The functions `ask`, `packed` and `unpacked` of the sandbox's server."""
+functions = []
+"""The functions of the tests that the program has got. It calls them by `@` and their index."""
+
+
+class Stub:
+    """A function or a class of the program."""
+
+    def __init__(self, name):
+        self.__name__ = name
+
+    def __getattr__(self, name):
+        return Stub(f"{self.__name__}.{name}")
+
+    def __call__(self, *args, **kwargs):
+        return asked(self.__name__, args, kwargs, on=False)
+
+    def __instancecheck__(self, value):
+        return type(value) is Remote and asked("isinstance", (value, self), {}) is True
+
+
+class Remote:
+    """An object of the program."""
+
+    def __init__(self, name):
+        vars(self)["__name__"] = name
+
+    def __eq__(self, other):
+        return type(other) is Remote and asked("eq", (self, other), {}) is True
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name):
+        if name.startswith("__"):  # other packages would use it to compare
+            raise AttributeError(name)
+        return asked("getattr", (self, name), {})
+
+
+def _forwarded(operation):
+    return lambda self, *args, **kwargs: asked(operation, (self, *args), kwargs)
+
+
+for _operation in (
+    "setattr",
+    "call",
+    "iter",
+    "next",
+    "len",
+    "str",
+    "repr",
+    "bool",
+    "getitem",
+    "setitem",
+    "delitem",
+):
+    setattr(Remote, f"__{_operation}__", _forwarded(_operation))
+
+
+class Names(dict):
+    """The names of Python, and a stub for every other name."""
+
+    def __missing__(self, name):
+        return Stub(name)
+
+
+def kept(value):
+    """Returns the data for a value that is not plain data."""
+    if type(value) in (Stub, Remote):
+        return {"kept": value.__name__}
+    if not callable(value):
+        return {"opaque": type(value).__name__}
+    functions.append(value)
+    return {"kept": f"@{len(functions) - 1}"}
+
+
+def asked(name, args, kwargs, on=True):
+    """Calls a function of the program, or performs an operation on its objects. Returns its result or raises its exception, and copies the changes to lists, dictionaries and sets."""
+    data = host.packed(list(args), 0, kept), host.packed(kwargs, 0, kept)
+    reply = host.ask({"name": name, "args": data[0], "kwargs": data[1], "back": True, "on": on})
+    while "callback" in reply:
+        try:
+            value = functions[reply["callback"]](*host.unpacked(reply["args"], Remote))
+            answer = {"value": host.packed(value, 0, kept)}
+        except Exception as error:
+            answer = {"raise": [type(error).__name__, str(error)]}
+        reply = host.ask({"answer": answer})
+    if "raise" in reply:
+        raise exception_of(*reply["raise"])
+    for old, new in zip(args, host.unpacked(reply["args"], Remote), strict=False):
+        if type(old) is type(new) is list:
+            old[:] = new
+        elif type(old) is type(new) in (dict, set):
+            old.clear()
+            old.update(new)
+    return host.unpacked(reply["value"], Remote)
+
+
+def exception_of(name, message, args=None):
+    """Returns an exception of the program. An exception that Python does not define becomes a RuntimeError."""
+    try:
+        kind = getattr(builtins, name, object)  # the program may have forged the name
+        if issubclass(kind, Exception):
+            return kind(message) if args is None else kind(*host.unpacked(args, Remote))
+    except Exception:
+        pass
+    return RuntimeError(message)
+
+
+def names_of_python(texts):
+    """Returns the names that belong to the program although Python or one of its modules defines them, such as `gcd`: if the tests use no other name of the program, the
+    functions that they call. Functions of modules come before Python's own functions."""
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    imported = {getattr(node, "module", None) for node in nodes}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for field in ("name", "asname", "arg"):  # of functions, classes, imports and arguments
+        made |= {getattr(node, field, None) for node in nodes}
+    if "solution" in made | imported or names - made - vars(builtins).keys():
+        return []
+    called = {
+        node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    known = {name: vars(builtins)[name] for name in called - made}
+    errors = [
+        name for name, value in known.items() if isinstance(value, type) and issubclass(value, Exception)
+    ]
+    known = {name: value for name, value in known.items() if name not in errors}
+    return [name for name, value in known.items() if getattr(value, "__module__", "") != "builtins"] or [
+        *known
+    ]
+
+
+def of_solution(name):
+    """Returns an attribute of the module `solution`, from which tests import."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Stub(name)
+
+
+def main(ask, packed, unpacked):
+    """Runs the tests that the host sends. Sends back the reason for each failure, or an empty text."""
+    vars(host).update(ask=ask, packed=packed, unpacked=unpacked)
+    job = ask({})
+    solution = types.ModuleType("solution")
+    solution.__getattr__ = of_solution
+    sys.modules["solution"] = solution
+    space = {"__builtins__": Names(vars(builtins)), "__name__": "tests", "stub": Stub}
+    names = [job["name"]] if job["name"] else names_of_python([job["setup"], *job["code"]])
+    space |= {name: Stub(name) for name in names}
+    exec(job["setup"], space)
+    for code in job["code"]:
+        why = ""
+        try:
+            exec(code, space)
+        except Exception as error:
+            why = f"{type(error).__name__} {error}"
+        ask({"why": why})
