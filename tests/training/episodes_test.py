@@ -224,6 +224,24 @@ def test_tokens_of_the_environment_matter_only_as_context():
     assert any((before[name] != leaf).any() for name, leaf in plain.items())
 
 
+def test_a_forgotten_last_turn_trains_as_an_episode_without_it():
+    """Nobody received that turn, so neither its tokens nor its share of the mean may enter the gradient. Rounding differs with the rows' lengths."""
+    given = groups(3)
+
+    def forget(rollout):
+        verdict = replace(rollout.verdict, forgotten=(len(rollout.response.turns) - 1,))
+        return replace(rollout, verdict=verdict)
+
+    def without(response):
+        turns = response.turns[:-1]
+        return replace(response, record=response.record.cut(0, turns[-1].stop), turns=turns)
+
+    forgotten = [replace(group, rollouts=tuple(map(forget, group.rollouts))) for group in given]
+    found, expected = gradient(packed(forgotten)), gradient(packed(changed(given, without)))
+    largest = max(np.abs(leaf).max() for leaf in expected.values())
+    assert max(np.abs(found[name] - leaf).max() for name, leaf in expected.items()) <= 1e-6 * largest
+
+
 def test_only_sampled_tokens_count():
     given = groups(3)
     sampled = sum(rollout.response.sampled_tokens for group in given for rollout in group.rollouts)
