@@ -150,7 +150,7 @@ def reads_its_input(self, layer, x, routes, read, original=Experts.apply):
 )  # fmt: skip
 def test_no_part_of_the_network_can_be_left_out(name, part, change, monkeypatch):
     """`change` has constants that replace parameters of `part`, or functions of the network."""
-    config, params, logits, _ = passed(name)
+    config, params, logits = passed(name)
     state = shapes_of(config)
     whole = nnx.to_pure_dict(params)
     if isinstance(part, str):

@@ -132,12 +132,24 @@ def logits_of(config, params, sequences):
     return np.asarray(run(params, *arrays(sequences))[0])
 
 
+QUICK_GRADIENTS = {"gemma3", "gpt_oss", "qwen3_moe", "qwen3_5", "deepseek_v3", "nemotron_h"}
+"""Families whose gradients the default tier compares: one of each kind of layer. The program of a gradient takes twice as long to compile as the logits alone."""
+
+
 @functools.cache
 def passed(name):
-    """(config, params, logits of both rows with their responses, gradients), all in one program."""
+    """(config, params, logits of both rows with their responses). The logits come from the program of the gradient where the default tier has it."""
     config, params = load_model(FOLDERS[name])
-    (logits, _), gradients = gradients_of(config, params, *rows_of(name))
-    return config, params, np.asarray(logits), gradients
+    if name in QUICK_GRADIENTS:
+        return config, params, differentiated(name)[0]
+    return config, params, logits_of(config, params, rows_of(name)[1])
+
+
+@functools.cache
+def differentiated(name):
+    """(logits of both rows with their responses, gradients), in one program."""
+    (logits, _), gradients = gradients_of(*load_model(FOLDERS[name]), *rows_of(name))
+    return np.asarray(logits), gradients
 
 
 def gradients_of(config, params, prompts, sequences, routes=None, **how):
@@ -176,12 +188,18 @@ OTHER_SETTINGS = {
     "qwen3_5_moe_hub", "qwen3_5_moe_wrapped", "qwen3_next", "youtu",
 }  # fmt: skip
 """Folders with the layers of another folder. They are slow, because each compiles its own programs."""
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in OTHER_SETTINGS else []) for name in FOLDERS]
+
+
+def named(*, slow):
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else []) for name in FOLDERS]
+
+
+NAMES = named(slow=OTHER_SETTINGS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_greedy_tokens_and_gradients_are_those_of_transformers(name):
-    config, _, logits, gradients = passed(name)
+def test_logits_and_greedy_tokens_are_those_of_transformers(name):
+    _, _, logits = passed(name)
     found = expected(name)
     for row, prompt in enumerate(rows_of(name)[0]):
         last = len(prompt) - 1
@@ -189,8 +207,12 @@ def test_logits_greedy_tokens_and_gradients_are_those_of_transformers(name):
             logits[row, : last + 1], logits_in(found)[row, : last + 1], rtol=0, atol=tolerance(name)
         )
         assert logits[row, last : last + NEW].argmax(-1).tolist() == found["greedy"][row].tolist()
+
+
+@pytest.mark.parametrize("name", named(slow=FOLDERS.keys() - QUICK_GRADIENTS))
+def test_gradients_are_those_of_transformers(name):
     if name != "gemma4_e":
-        assert_gradients(name, config, gradients)
+        assert_gradients(name, passed(name)[0], differentiated(name)[1])
 
 
 # Slow: compiles another gradient.
@@ -254,7 +276,7 @@ def sampled(name, cache, width):
 
 # Rows of 48 tokens prefill each prompt at once; rows of 16 prefill it in parts.
 QUICK = {
-    "slots": ("mistral", "gemma3", "gemma4_e", "qwen3_5_moe", "deepseek_v3"),
+    "slots": ("gemma4_e", "qwen3_5_moe", "deepseek_v3"),
     "pages": ("gemma3",),
 }
 
@@ -270,7 +292,7 @@ QUICK = {
     ],
 )
 def test_the_sampler_continues_as_the_trainer_computes(name, cache, width):
-    config, _, logits, _ = passed(name)
+    config, _, logits = passed(name)
     found = expected(name)
     tokens, logprobs, states, layers = sampled(name, cache, width)
     assert tokens.tolist() == found["greedy"].tolist()
@@ -331,11 +353,11 @@ FIRST_MOE = [pytest.param(name, marks=[] if name == MOE[0] else pytest.mark.slow
 
 @pytest.mark.parametrize("name", FIRST_MOE)
 def test_forced_choices_of_experts_are_used_and_keep_the_gradient_of_the_router(name):
-    """The file forces other experts for about a quarter of all tokens and layers, with factors from the router's own scores."""
+    """The file forces other experts for about a quarter of all tokens and layers, with factors from the router's own scores. The layers are rematerialized, too."""
     config, params, *_ = passed(name)
     found, (prompts, _) = expected(name), rows_of(name)
     (logits, counts), gradients = gradients_of(
-        config, params, prompts, prompts, records(found["replay_topk"])
+        config, params, prompts, prompts, records(found["replay_topk"]), remat="full"
     )
     for row, prompt in enumerate(prompts):
         ours, theirs = logits[row, : len(prompt)], found["replay_logits"][row, : len(prompt)]
@@ -367,12 +389,14 @@ def test_the_routers_own_choice_is_used_where_no_choice_is_forced(name):
     np.testing.assert_array_equal(counts["load"], load)
 
 
-# Slow: compiles another gradient. "full" has the same layers; tests/sampling/routes_test.py updates with "dots".
-@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])
-def test_rematerialisation_changes_no_gradient_of_experts(remat):
-    config, params, _, gradients = passed("qwen3_moe")
-    found = gradients_of(config, params, *rows_of("qwen3_moe"), remat=remat)[1]
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+# Slow: compiles another gradient. The test of forced choices rematerializes everything.
+@pytest.mark.slow
+def test_rematerialisation_changes_no_gradient_of_experts():
+    config, params, _ = passed("qwen3_moe")
+    found = gradients_of(config, params, *rows_of("qwen3_moe"), remat="dots")[1]
+    for ours, theirs in zip(
+        jax.tree.leaves(found), jax.tree.leaves(differentiated("qwen3_moe")[1]), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
@@ -672,14 +696,14 @@ LEFT_OUT = {
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        pytest.param(name, number, marks=pytest.mark.slow if number or name != "granitemoe" else [])
+        pytest.param(name, number, marks=pytest.mark.slow if number or name != "mistral" else [])
         for name, changes in LEFT_OUT.items()
         for number in range(len(changes))
     ],
 )
 def test_no_switch_can_be_left_out(name, number):
     """Without any one switch, logits change by 0.4 or more. Half of that shows that the tests above would fail."""
-    config, params, logits, _ = passed(name)
+    config, params, logits = passed(name)
     change = LEFT_OUT[name][number]
     other = replace(config, **(change(config) if callable(change) else change))
     kept = nnx.to_pure_dict(shapes_of(other))
@@ -779,7 +803,7 @@ CHANGED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
 def test_no_parameter_can_be_left_out_or_exchanged(name):
-    config, params, logits, _ = passed(name)
+    config, params, logits = passed(name)
     run, row = jax.jit(partial(scores, graph_of(config))), arrays(rows_of(name)[1])
     ids = np.asarray(row[2]) == 1
     for begin, change in ((begin, change) for begin, changes in CHANGED[name].items() for change in changes):
@@ -863,7 +887,7 @@ def first_source(monkeypatch):
     ],
 )  # fmt: skip
 def test_no_rule_can_be_replaced(name, replaced, monkeypatch):
-    config, params, logits, _ = passed(name)
+    config, params, logits = passed(name)
     replaced(monkeypatch)
     found = logits_of(config, params, rows_of(name)[1])
     ids = np.asarray(arrays(rows_of(name)[1])[2]) == 1
