@@ -6,7 +6,6 @@ methods. Ray does not restart actors, and a running actor takes no CPU from the 
 
 import hashlib
 import importlib
-import ipaddress
 import logging
 import os
 import platform
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo_jax.hints import needing
+from dapo_jax.text.http import is_loopback
 
 START_S = 120.0
 """Maximum time in seconds for the start of an actor."""
@@ -272,19 +272,12 @@ def check_facts(own: Mapping[str, str], found: Mapping[str, str], who: str) -> N
 
 def _check_token(address: str, hosts: Sequence[str]) -> None:
     """Raises ValueError if a host is not on the loopback interface and programs need no token."""
-    off = [host for host in hosts if not _is_loopback(host)]
+    off = [host for host in hosts if not is_loopback(host)]
     if off and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         raise ValueError(
             f"cluster.address={address}: any program that reaches {off[0]} could run code there. Set RAY_AUTH_MODE=token on all machines and give them the same "
             "RAY_AUTH_TOKEN, for example from `openssl rand -hex 32`"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _forward(answer: Future[Any], name: str, done: Future[Any]) -> None:

@@ -84,8 +84,7 @@ def score(
             futures = [submit(group) for group in groups]
             verdicts[grader] = [verdict for future in futures for verdict in future.result()]
         finally:
-            if close is not None:
-                close()
+            close()
     return Scores(rows=rows, verdicts=verdicts)
 
 

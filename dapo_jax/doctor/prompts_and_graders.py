@@ -83,8 +83,7 @@ def grader(subject: Subject) -> Found:
                 return Found(f"a response got no verdict: {lost.reason}", "failed", remedy)
         seconds = time.monotonic() - began
     finally:
-        if close is not None:
-            close()
+        close()
     if is_code:
         return _coded(asked, verdicts)
     took = f"{sum(map(len, asked))} responses in {seconds:.1f} s, with a limit of {workers.timeout_s:g} s per call"

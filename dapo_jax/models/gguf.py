@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.hints import how_to_install
+from dapo_jax.hints import needing
 from dapo_jax.models.families import FAMILIES, WHAT_LOADS, understand
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope, RopeScaling, rope_frequencies
@@ -27,10 +27,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Reads the metadata and the shapes. The tensors are read later, on access.
         Raises ValueError if the package `gguf` is missing, the file cannot be read, or its architecture is not supported."""
-        try:
+        with needing("gguf", f"{path} is a GGUF file and needs gguf"):
             from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
-        except ImportError as error:
-            raise ValueError(f"{path} is a GGUF file and needs gguf: {how_to_install('gguf')}") from error
         self.where = str(path)
         try:
             reader = GGUFReader(path)

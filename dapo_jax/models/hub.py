@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.hints import how_to_install
+from dapo_jax.hints import needing
 
 _WEIGHTS, _OTHERS = "*.safetensors", ("*.json", "*.jinja")
 """Patterns of the files that are downloaded. They include neither code nor pickled weights."""
@@ -59,10 +59,8 @@ def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
 
 
 def _client() -> Any:
-    try:
+    with needing("hub", "models from the hub need huggingface_hub"):
         return importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise ValueError(f"models from the hub need huggingface_hub: {how_to_install('hub')}") from error
 
 
 @contextmanager

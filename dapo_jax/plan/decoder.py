@@ -1,6 +1,7 @@
 """Finds the shapes of the configured model without its weights, its tokenizer or network access."""
 
-from dapo_jax.config import ConfigError, ModelConfig
+from dapo_jax.config import ModelConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.hints import nearest
 from dapo_jax.models.families import FAMILIES, WHAT_LOADS
 from dapo_jax.models.folder import read_config
@@ -31,7 +32,7 @@ def decoder_of(model: ModelConfig, *, section: str = "model") -> DecoderConfig:
     Hub models are looked up among the presets. An unknown preset, folder or repository raises ConfigError, which names the `section`.
     """
     kind, _, name = model.parts.place.partition(":")
-    try:
+    with prefixed(f"{section}.source={model.source!r}"):
         if kind == "hf":
             if known := _REPOSITORIES.get(name.lower()):
                 return PRESETS[known]
@@ -46,5 +47,3 @@ def decoder_of(model: ModelConfig, *, section: str = "model") -> DecoderConfig:
         return source_of(model).read(
             lambda base: read_config(folder_of(base, weights=False)) if base == model else decoder_of(base),
         )
-    except ValueError as error:
-        raise ConfigError(f"{section}.source={model.source!r}: {error}") from error

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import jax
 
-from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
+from dapo_jax.config import ParallelConfig, TrainConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice, batch_shards
@@ -169,10 +170,8 @@ def plan(
     placed = replaced(config, {"optimizer.offload": False}) if isinstance(devices[0], Absent) else config
     programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[CompiledProgram]()
     per_machine = topology.host_chips if topology is not None and topology.has_network else 0
-    try:
+    with prefixed(""):  # the configuration may contain an invalid size
         there = programs.resident  # also builds trainer and sampler from shapes
-    except ValueError as error:  # raised if the configuration contains an invalid size
-        raise ConfigError(str(error)) from error
     if config.optimizer.offload:
         # JAX cannot use the host memory of described GPUs, so their update is compiled with all moments on the device.
         loaded = there.moments * on_device

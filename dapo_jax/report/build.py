@@ -13,7 +13,7 @@ from typing import Any
 
 import dapo_jax
 from dapo_jax.config import ConfigError
-from dapo_jax.hints import how_to_install
+from dapo_jax.hints import needing
 from dapo_jax.report.chunks import Laid
 from dapo_jax.report.evaluations import lay_out_evaluations
 from dapo_jax.report.page import packed_of, page_of
@@ -147,10 +147,8 @@ def _figures(
     panels: Sequence[Panel], names: Sequence[str], tables: Sequence[Table]
 ) -> Iterator[tuple[str, bytes]]:
     """Yields (name, PNG) pairs: the sheet `overview` with all panels except `OTHER`, then each panel. Needs matplotlib."""
-    try:
+    with needing("report", "PNGs need matplotlib", ConfigError):
         figure_class = importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise ConfigError(f"PNGs need matplotlib ({error}): {how_to_install('report')}") from error
     sheets = [("overview", [panel for panel in panels if panel.section != OTHER], 3, 1.0)]
     for panel in panels:
         sheets.append((re.sub(r"[^a-z0-9@]+", "_", panel.title.lower()).strip("_"), [panel], 1, 1.4))

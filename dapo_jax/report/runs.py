@@ -13,6 +13,7 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.config import ConfigError, TrainConfig, load_config
+from dapo_jax.config.keys import prefixed
 from dapo_jax.storage import AnyPath, check_access, entries, files_below, in_bucket, path_of
 from dapo_jax.storage.locks import is_held
 from dapo_jax.trackers import read_metrics
@@ -108,11 +109,9 @@ def has_begun(run: str | PathLike[str]) -> bool:
 
 
 def _folder_of(run: str | PathLike[str]) -> AnyPath:
-    try:
+    with prefixed(""):
         folder = path_of(run)
         check_access(folder, write=False)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     if not folder.is_dir() and folder.exists():
         raise ConfigError(_NO_RUN.format(folder=folder, what="it is a file"))
     return folder

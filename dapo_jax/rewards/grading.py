@@ -37,12 +37,11 @@ class Grading:
     shaping: Shaping
     on_submit: Callable[[], None] = lambda: None
     """Function that is called before the responses to a prompt are submitted."""
-    on_close: Callable[[], None] | None = None
+    on_close: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         """Ends the grading workers and the event loop of async graders, if there are any."""
-        if self.on_close is not None:
-            self.on_close()
+        self.on_close()
 
     def groups(self, sampled: Iterable[tuple[Prompt, tuple[Response, ...]]]) -> Iterator[Group]:
         """Yields the graded groups in sampling order. Raises RewardError if the grader raised or did not return a verdict.

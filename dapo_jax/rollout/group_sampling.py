@@ -12,7 +12,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from threading import Thread
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import PyTree
@@ -28,6 +27,7 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.weights import SamplerWeights, not_arrived_frac
+from dapo_jax.rewards.async_calls import DaemonThreads
 from dapo_jax.rewards.grading import NOT_GRADED, Grading, immediately
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollout.collector import Collector, Position
@@ -285,15 +285,8 @@ class GroupSampling:
         if self._workers is None or not self._exchange.alone:
             sample()
             return collector.finish
-        self._exchange.interruptible, ended = False, Future[None]()
-
-        def in_thread() -> None:
-            try:
-                ended.set_result(sample())
-            except BaseException as error:
-                ended.set_exception(error)
-
-        Thread(target=in_thread, name="rounds", daemon=True).start()
+        self._exchange.interruptible = False
+        ended = DaemonThreads().submit(sample)
 
         def join() -> Collected:
             began = time.perf_counter()

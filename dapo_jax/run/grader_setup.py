@@ -97,8 +97,8 @@ def submit_of(
     workers: Workers = GRADER_WORKERS,
     sandbox: SandboxConfig | None = None,
     worker: StartWorker = Worker,
-) -> tuple[Submit, Close | None]:
-    """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop (None if nothing was started).
+) -> tuple[Submit, Close]:
+    """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop.
 
     `graders` is the result of `check_graders`. If empty, the configured graders are loaded. Raises ConfigError if a grader cannot be loaded, or its weight is
     missing. In this case nothing was started.
@@ -140,7 +140,7 @@ def submit_of(
         for (name, weight), grader, submit in zip(weights.items(), graders, submits, strict=False)
     ]
     rule = Shaping(correct=config.correct, incorrect=config.incorrect)
-    return weighted_sum(parts, rule) if parts else submits[0], close if closing else None
+    return weighted_sum(parts, rule) if parts else submits[0], close
 
 
 class ConfiguredGrader(NamedTuple):
@@ -254,7 +254,7 @@ def episodes_of(
     in_workers = isinstance(environment, WorkerEnvironment)
     text = StopStrings(tokenizer, config.sampling.stop) if config.sampling.stop else tokenizer
     grade: Submit | None = None
-    closing = [environment.close if in_workers else None]
+    closing = [environment.close] if in_workers else []
     if limits.is_agent and config.reward.grader != RewardConfig.grader:
         workers = config.workers.of_graders
         grade, close_graders = submit_of(
@@ -263,7 +263,7 @@ def episodes_of(
         closing.append(close_graders)
 
     def close() -> None:
-        for end in filter(None, closing):
+        for end in closing:
             end()
 
     return Episodes(

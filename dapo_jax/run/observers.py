@@ -2,9 +2,13 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -18,7 +22,7 @@ from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.run.loop import Metrics, Observer, StepResult
 from dapo_jax.run.training_pass import StepBatches
-from dapo_jax.trackers.profile import Profile
+from dapo_jax.storage import AnyPath, files_below, write_whole
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
 from dapo_jax.training.minibatch import Minibatch, on_host
@@ -228,16 +232,36 @@ def _end_of(text: str) -> str:
     return repr(text if len(text) <= _QUOTED else f"...{text[-_QUOTED:]}")
 
 
-class TracedSteps(Observer):
-    """Starts and stops the traces of profiled steps."""
+class Profile(Observer, AbstractContextManager["Profile"]):
+    """Traces each step in `steps` with JAX's profiler, for xprof or TensorBoard's profile page. Each step has its own folder, such as `FOLDER/step_000010`, to which
+    every process writes its own files."""
 
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
+    def __init__(self, steps: Collection[int], folder: AnyPath) -> None:
+        self._steps, self._folder = frozenset(steps), folder
+        self._local: TemporaryDirectory[str] | None = None
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Starts the trace if this step is profiled."""
-        self._profile.begin(position.step + 1)
+        """Starts the trace if the step is one of the selected steps."""
+        if position.step + 1 in self._steps:
+            # The profiler can only write local files, but the folder may be in a bucket.
+            self._local = TemporaryDirectory(prefix="dapo_jax_profile_", ignore_cleanup_errors=True)
+            jax.profiler.start_trace(self._local.name)
 
     def after_step(self, result: StepResult) -> None:
-        """Stops the trace if this step is profiled."""
-        self._profile.end(result.position.step)
+        """Stops the trace and copies its files to the folder. The last program of the step has finished."""
+        if self._local is None:
+            return
+        local, self._local = self._local, None
+        with local as folder:
+            jax.profiler.stop_trace()
+            for file in files_below(Path(folder)):
+                step = f"step_{result.position.step:06d}"
+                there = self._folder / step / file.relative_to(folder).as_posix()
+                there.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(there, file.read_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        """Discards the trace of a failed step."""
+        if self._local is not None:
+            with self._local:
+                jax.profiler.stop_trace()

@@ -16,13 +16,10 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel import gpu_settings
 from dapo_jax.rollout.response_sampler import ResponseSampler
-from dapo_jax.run.learner import Learner
+from dapo_jax.run.learner import Learner, load_learner
 from dapo_jax.run.meshes import meshes_of
-from dapo_jax.run.policy import load_policy
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.run.sampler_programs import sharing
 from dapo_jax.run.sampler_setup import response_sampler, rollout_spec
-from dapo_jax.run.sources import lora_of
 from dapo_jax.run.updater_setup import recorded_values
 from dapo_jax.sampling.requests import EpisodeLimits
 
@@ -56,16 +53,8 @@ def load_sampler(setup: WorkerSetup) -> tuple[ResponseSampler, dict[str, str]]:
     gpu_settings.apply()
     use_compilation_cache()
     meshes = meshes_of(ParallelConfig(sampler_tensor=setup.tensor))
-    policy = load_policy(
-        config.model,
-        lora=lora_of(config.lora),
-        seed=config.seed,
-        mesh=meshes.train,
-        sampler=meshes.sampler,
-        weights=config.lora.rank > 0,  # the trainer sends all other weights
-        shares=sharing(meshes, config.sampling, dtype=config.model.compute_dtype),
-        longest=config.sequence_tokens,
-    )
+    # The trainer sends all weights except the base under adapters.
+    policy = load_learner(config, meshes, weights=config.lora.rank > 0).policy
     facts = facts_of(policy.files(weights=config.lora.rank > 0))
     if not config.lora.rank:
         policy = replace(policy, decoder=setup.decoder)

@@ -10,11 +10,11 @@ from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.parallel.together import by_first
 from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import check_room
+from dapo_jax.run.observers import Profile
 from dapo_jax.run.records import Records, write_config
 from dapo_jax.run.run_dir import remove_run
 from dapo_jax.storage import AnyPath
 from dapo_jax.storage.locks import Lock
-from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.run_status import status_kept
 

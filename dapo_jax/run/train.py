@@ -18,7 +18,7 @@ from dapo_jax.run.build import Run
 from dapo_jax.run.end_of_step import EndOfStep, OnStep
 from dapo_jax.run.guard import Guard
 from dapo_jax.run.loop import run_steps
-from dapo_jax.run.observers import GraderCounts, Ratios, StepProgress, TracedSteps
+from dapo_jax.run.observers import GraderCounts, Ratios, StepProgress
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompt_sets import GivenRows
 from dapo_jax.run.records import use_compilation_cache
@@ -139,7 +139,7 @@ def _run_all(session: Session, on_step: OnStep | None) -> TrainResult:
     guard, end_of_step = Guard(session), EndOfStep(session, ratios=ratios, on_step=on_step)
     # The order matters: traces end before the guard checks the step, and `EndOfStep` writes the guard's metrics.
     counts, progress = GraderCounts(run.counting), StepProgress(session.config, session.shown)
-    observers = (TracedSteps(session.profile), ratios, progress, counts, guard, end_of_step)
+    observers = (session.profile, ratios, progress, counts, guard, end_of_step)
     session.opened.enter_context(session.stop.held())
     session.shown.starting("compiling (later runs load the programs from the cache)")
     run.sampling.compile()

@@ -15,6 +15,7 @@ from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
 from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, SamplingConfig, load_config
+from dapo_jax.config.keys import prefixed
 from dapo_jax.hints import needing
 from dapo_jax.parallel.weights import both_on
 from dapo_jax.run.learner import optimizer_of
@@ -73,10 +74,8 @@ class ServingOptions:
                 raise ConfigError(f"{name}={value} must be from {least} to {most}")
         if self.follow_s is not None and not 0 < self.follow_s <= 86_400:
             raise ConfigError(f"follow={self.follow_s} must be more than 0 seconds and at most 86400 (a day)")
-        try:
+        with prefixed(""):
             self.decoding()
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
 
     def decoding(self) -> DecodingOptions:
         """Returns the temperature, top-p and top-k as decoding options. Raises ValueError if a value is out of range."""
@@ -189,10 +188,8 @@ def _serve(
         server = make(requests, host=options.host, port=held.getsockname()[1])
         ends.enter_context(requests)
         _answer_once(requests, limits.decoding)
-        try:
+        with prefixed("", OSError):
             ends.enter_context(server)
-        except OSError as error:
-            raise ConfigError(str(error)) from error
         if follower is not None:
             follower.start(policy, lambda params, version: requests.take(partial(transfer, params), version))
         host, _, port = server.address.rpartition(":")
@@ -312,7 +309,7 @@ def request_loop(
     """Builds the loop that samples responses, and compiles its programs. Also returns a function that converts parameters to the sampler's weights."""
     mesh = mesh_of(ParallelConfig())
     transfer = transfer_of(policy, both_on(mesh), SamplingConfig(), dtype=options.compute_dtype)
-    try:
+    with prefixed(""):
         spec = EngineSpec(
             slots=options.slots,
             capacity=limits.max_prompt_tokens + limits.max_response_tokens,
@@ -323,8 +320,6 @@ def request_loop(
             heads=limits.top_logprobs,
         )
         engine = DecoderEngine(policy.decoder, mesh, spec)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     decoding = jax.eval_shape(partial(decoding_of_slots, [None] * options.slots))
     compile_sampling(engine, transfer.shapes, [decoding])
     loop = RequestLoop(

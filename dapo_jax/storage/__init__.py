@@ -25,7 +25,7 @@ from typing import IO, Any, TypeAlias, TypeVar
 
 from etils import epath
 
-from dapo_jax.hints import how_to_install
+from dapo_jax.hints import needing
 
 AnyPath: TypeAlias = Path | epath.Path
 """A local path, or a path in a bucket."""
@@ -255,11 +255,9 @@ def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
 @functools.cache
 def _objects() -> Any:
     """Returns this module's storage client. Listings are not cached, because TensorStore also writes objects."""
-    try:
+    with needing("gcs", "buckets need the package gcsfs"):
         importlib.import_module("gcsfs")
         fsspec = importlib.import_module("fsspec")
-    except ImportError as error:
-        raise ValueError(f"buckets need the package gcsfs ({error}): {how_to_install('gcs')}") from error
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     return fsspec.filesystem("gcs", skip_instance_cache=True)
 

@@ -15,6 +15,7 @@ from dapo_jax.config.reward_schema import GRADER_WORKERS
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import Sample, whole_group
 from dapo_jax.rewards.functions import RewardError
+from dapo_jax.rewards.grading_pool import GradingPool
 from dapo_jax.run import build, grader_setup, learner
 from dapo_jax.run.grader_setup import check_graders, submit_of, weighted
 
@@ -72,21 +73,23 @@ def graded(config, *responses, reward=None, **workers):
     try:
         return submit(samples(*responses)).result()
     finally:
-        if close is not None:
-            close()
+        close()
+
+
+def in_workers(submit, close):
+    close()
+    return isinstance(getattr(submit, "__self__", None), GradingPool)
 
 
 def test_workers_grade_where_they_are_needed_only():
     own = RewardConfig(grader=f"{HERE}:brevity")
     for here in (RewardConfig(), RewardConfig(grader="reasoning_gym")):
-        assert submit_of(here)[1] is None
-    assert submit_of(own, workers=GRADER_WORKERS._replace(count=0))[1] is None
+        assert not in_workers(*submit_of(here))
+    assert not in_workers(*submit_of(own, workers=GRADER_WORKERS._replace(count=0)))
     for there in (own, RewardConfig(grader="math")):
-        _, close = submit_of(there)
-        assert close is not None
-        close()
-    _, close = submit_of(own, check_graders(own, reward=lambda sample: True))  # a function of this process
-    assert close is None
+        assert in_workers(*submit_of(there))
+    # a function of this process
+    assert not in_workers(*submit_of(own, check_graders(own, reward=lambda sample: True)))
 
 
 def test_graders_of_every_kind_are_summed_by_weight():

@@ -22,9 +22,9 @@ from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.grading_pool import GradingPool
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run import policy, sources, updater_setup
+from dapo_jax.run.observers import Profile
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers import BUILT_IN
-from dapo_jax.trackers.profile import Profile
 from tests.run.conftest import save_run
 from tests.run.keys import doubles
 from tests.run.keys.looking import FILES, Look
