@@ -25,6 +25,9 @@ from dapo_jax.text.http import is_loopback
 START_S = 120.0
 """Maximum time in seconds for the start of an actor."""
 
+_READ_S = 10.0
+"""Time limit in seconds for reading the output of an actor that died."""
+
 _PACKAGE = Path(__file__).parents[1]
 
 _HIDDEN = ("node:", "memory", "object_store_memory", "accelerator_type:")
@@ -48,9 +51,12 @@ class Actor:
     """A handle for an object on a node. Calls run in the order of their submission, unless the actor runs several calls at once."""
 
     def __init__(self, handle: Any, name: str) -> None:
-        self._handle = handle
+        self._handle, self._lock = handle, threading.Lock()
         self.name = name
         """The class and the node's address, for messages."""
+        self.facts: Mapping[str, str] = {}
+        """The result of `hello`."""
+        self._last_lines: str | None = None
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Calls a method and returns a future for its result. An argument that `put` returned arrives as the stored value.
@@ -64,7 +70,7 @@ class Actor:
         answer.set_running_or_notify_cancel()
         if ray.is_initialized():
             done = self._handle.call.remote(method, *arguments).future()
-            done.add_done_callback(partial(_forward, answer, self.name))
+            done.add_done_callback(partial(self._forward, answer))
         else:
             answer.set_exception(DiedError(f"{self.name} died: the connection to the cluster was closed"))
         return answer
@@ -73,9 +79,36 @@ class Actor:
         """Ends the actor's process. Unfinished calls raise DiedError. If the node does not answer, the process ends when the node answers again."""
         import ray
 
+        self._last_lines = ""
         if ray.is_initialized():
             with suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(self._handle)
+
+    def _forward(self, answer: Future[Any], done: Future[Any]) -> None:
+        """Gives the result of a call to `answer`. This runs in a thread of Ray, which must not wait for Ray."""
+        import ray
+
+        error = done.exception()
+        if error is None:
+            answer.set_result(done.result())
+        elif isinstance(error, ray.exceptions.RayTaskError):
+            answer.set_exception(error.cause)
+        else:
+            threading.Thread(target=self._fail, args=(answer, error), daemon=True).start()
+
+    def _fail(self, answer: Future[Any], error: BaseException) -> None:
+        """Gives a DiedError to `answer`, with the last lines of the process's output if its node still answers."""
+        import ray
+
+        with self._lock:
+            if self._last_lines is None:
+                self._last_lines = ""
+                with suppress(ray.exceptions.RayError, KeyError, ValueError):
+                    read = _made(self.facts["node"], {}).call.remote("last_lines", self.facts["output"])
+                    self._last_lines = f". The end of its output: {ray.get(read, timeout=_READ_S)}"
+        reason = " ".join(str(error).split()).partition(" Some common causes include")[0]
+        reason = reason.partition(" dead because ")[2] or reason
+        answer.set_exception(DiedError(f"{self.name} died: {reason}{self._last_lines}"))
 
 
 class Cluster:
@@ -157,27 +190,17 @@ class Cluster:
             Exception: any error that the class raised.
         """
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        needs = dict(resources or {})
-        special = {
-            "num_cpus": needs.pop("CPU", 0),
-            "num_gpus": needs.pop("GPU", 0),
-            "resources": needs or None,
-        }
-        where = NodeAffinitySchedulingStrategy(node.id, soft=False) if node else "DEFAULT"
-        remote = ray.remote(_Inside).options(
-            max_restarts=0, max_concurrency=concurrency, scheduling_strategy=where, **special
-        )
         if self._closed:  # ray would start a cluster
             raise DiedError(f"{load} cannot start: the connection to the cluster was closed")
         own = facts(packages, files)
         at = node.address if node else "a node that Ray chooses"
-        actor = Actor(remote.remote(), f"{load.rpartition(':')[2]} on {at}")
+        handle = _made(node.id if node else "", resources or {}, concurrency)
+        actor = Actor(handle, f"{load.rpartition(':')[2]} on {at}")
         self._actors.append(actor)
         try:
-            address, found = actor.call("hello", os.getcwd(), packages, files).result(START_S)
-            actor.name = f"{load.rpartition(':')[2]} on {address}"
+            found = actor.facts = actor.call("hello", os.getcwd(), packages, files).result(START_S)
+            actor.name = f"{load.rpartition(':')[2]} on {found['address']}"
             check_facts(own, found, actor.name)
             actor.call("load", load, setup).result(START_S)
         except BaseException as error:
@@ -221,18 +244,38 @@ class _Inside:
         """Runs a method of this object (`hello` and `load`) or of the object that `load` created."""
         return getattr(self if self._object is None else self._object, method)(*arguments)
 
-    def hello(self, folder: str, packages: Sequence[str], files: Sequence[str]) -> tuple[str, dict[str, str]]:
-        """Goes to a folder if it exists, and returns the node's address, and its versions and digests."""
+    def hello(self, folder: str, packages: Sequence[str], files: Sequence[str]) -> dict[str, str]:
+        """Goes to a folder if it exists. Returns the versions and digests of this process, its node's id and address, and the file with its standard error."""
         import ray
 
         if os.path.isdir(folder):
             os.chdir(folder)
-        return ray.util.get_node_ip_address(), facts(packages, files)
+        own = {"node": ray.get_runtime_context().get_node_id(), "address": ray.util.get_node_ip_address()}
+        return facts(packages, files) | own | {"output": os.path.realpath("/proc/self/fd/2")}
+
+    def last_lines(self, path: str) -> str:
+        """Returns the last 20 lines of a file, each with at most 200 characters."""
+        lines = [line[:200] for line in Path(path).read_text(errors="replace").split("\n") if line.strip()]
+        return " | ".join(lines[-20:])
 
     def load(self, load: str, setup: Any) -> None:
         """Creates the object."""
         module, _, name = load.partition(":")
         self._object = getattr(importlib.import_module(module), name)(setup)
+
+
+def _made(node: str, needs: Mapping[str, int | float], concurrency: int = 1) -> Any:
+    """Creates an actor that takes `needs` from the node with this id, or from a node that Ray chooses."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options = {
+        "num_cpus": needs.get("CPU", 0),
+        "num_gpus": needs.get("GPU", 0),
+        "resources": {name: count for name, count in needs.items() if name not in ("CPU", "GPU")} or None,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT",
+    }
+    return ray.remote(_Inside).options(max_restarts=0, max_concurrency=concurrency, **options).remote()
 
 
 def facts(packages: Sequence[str] = (), files: Sequence[str] = ()) -> dict[str, str]:
@@ -278,20 +321,6 @@ def _check_token(address: str, hosts: Sequence[str]) -> None:
             f"cluster.address={address}: any program that reaches {off[0]} could run code there. Set RAY_AUTH_MODE=token on all machines and give them the same "
             "RAY_AUTH_TOKEN, for example from `openssl rand -hex 32`"
         )
-
-
-def _forward(answer: Future[Any], name: str, done: Future[Any]) -> None:
-    """Gives the result of a call to `answer`."""
-    import ray
-
-    error = done.exception()
-    if error is None:
-        answer.set_result(done.result())
-    elif isinstance(error, ray.exceptions.RayTaskError):
-        answer.set_exception(error.cause)
-    else:
-        reason = " ".join(str(error).split())
-        answer.set_exception(DiedError(f"{name} died: {reason.partition(' dead because ')[2] or reason}"))
 
 
 def _shown(resources: Mapping[str, int | float]) -> str:

@@ -1,12 +1,15 @@
 """Workers on the nodes of a cluster. The program, limits and rules are the same as in a worker of this machine: an actor runs `Worker` on its node."""
 
+import ast
 import contextlib
 import json
 import queue
 import re
+import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -203,12 +206,46 @@ class WorkerHost:
 
 
 def user_files(setup: Mapping[str, Any]) -> list[str]:
-    """Returns the absolute paths of the user's files that a setup names: in `path/to/file.py:name`, in a command, or as a module of the current folder."""
+    """Returns the absolute paths of the user's files that a setup names (in `path/to/file.py:name`, in a command, or as a module), and of the modules that they import.
+
+    Modules are the user's if they are next to such a file, or in a folder of the import path outside of Python's installation.
+    """
     words = [
         word for value in setup.values() if isinstance(value, str) for word in re.split(r"[:+\s]", value)
     ]
-    named = [Path(path).expanduser() for word in words for path in (word, f"{word.replace('.', '/')}.py")]
-    return sorted({str(path.absolute()) for path in named if path.is_file()})
+    named = [path.absolute() for word in words if (path := Path(word).expanduser()).is_file()]
+    installed = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}|.*/(site|dist)-packages")
+    on_path = [Path(folder).absolute() for folder in sys.path if not installed.match(folder)]
+    folders = [*(path.parent for path in named), *on_path]
+    waiting, found = [*named, *(path for word in words for path in _module(word, folders))], set[Path]()
+    while waiting:
+        path = waiting.pop()
+        if path.suffix == ".py" and path not in found:
+            waiting += _imported(path, folders)
+        found.add(path)
+    return sorted(map(str, found))
+
+
+def _imported(path: Path, folders: Sequence[Path]) -> Iterator[Path]:
+    """Returns the files of the modules that a file imports anywhere, if they are in these folders."""
+    with contextlib.suppress(SyntaxError, ValueError, IndexError):  # it is not a program of this Python
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                level, module = getattr(node, "level", 0), getattr(node, "module", None)
+                for one in node.names:
+                    name = f"{module}.{one.name}" if module else one.name
+                    yield from _module(name, [path.parents[level - 1]] if level else folders)
+
+
+def _module(name: str, folders: Sequence[Path]) -> list[Path]:
+    """Returns the files of a module and its packages, or of the module that has `name` as an attribute. Empty if none of the folders has it."""
+    parts = name.split(".")
+    for folder in folders if parts[0].isidentifier() and parts[0] != "dapo_jax" else ():
+        paths = [folder.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+        both = [file for path in paths for file in (path / "__init__.py", path.with_suffix(".py"))]
+        if files := [file for file in both if file.is_file()]:
+            return files
+    return []
 
 
 def _lost_node(reason: str) -> EndedError:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import wait
 from contextlib import contextmanager
 
@@ -70,6 +71,16 @@ def test_the_source_code_of_the_package_is_compared(monkeypatch, tmp_path):
     assert facts()["dapo_jax"] != before
 
 
+def test_the_end_of_an_output_is_short_and_on_one_line(tmp_path):
+    (tmp_path / "log").write_bytes(b"1\n\n" + b"\xff" * 3000 + b"\n2\n  3\n")
+    found = module._Inside().call("last_lines", f"{tmp_path}/log")
+    assert found == f"1 | {200 * chr(0xFFFD)} | 2 |   3"
+    (tmp_path / "log").write_text("".join(f"{number:04}\n" for number in range(1000)))
+    assert module._Inside().call("last_lines", f"{tmp_path}/log").split(" | ") == [
+        f"{n:04}" for n in range(980, 1000)
+    ]
+
+
 def test_the_double_does_as_the_engine():
     """The same checks as with Ray, below."""
     engine = ThreadCluster(resources={"CPU": 1.0, "TPU": 1.0})
@@ -113,6 +124,13 @@ def check_an_engine(engine, lose):
         pending.result(40)  # a node counts as dead 13 s after its last sign
 
 
+def within_s(seconds, happened):
+    end = time.monotonic() + seconds
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert happened()
+
+
 def processes_of_ray():
     found = subprocess.run(["pgrep", "-fa", "raylet|gcs_server|ray::"], capture_output=True, text=True)
     return {line.split()[0] for line in found.stdout.splitlines()}
@@ -137,11 +155,17 @@ def test_the_engine_on_two_nodes(two_nodes):
     os.kill(process, signal.SIGKILL)
     with pytest.raises(DiedError, match="died"):
         pending.result(10)
+    other, began = engine.start(COUNTER, 0, node=engine.nodes()[0]), time.monotonic()
+    with pytest.raises(
+        DiedError, match=r"Counter on 127.0.0.2 died: .* The end of its output: .*the last words"
+    ):
+        other.call("crash").result(20)
+    print(f"a death was noticed, with the end of its output, after {time.monotonic() - began:.2f} s")
     engine.close()
     with pytest.raises(DiedError, match="the connection to the cluster was closed"):
         other.call("add", 1).result(10)  # otherwise ray would start a cluster
     two_nodes.close()
-    assert processes_of_ray() <= two_nodes.before
+    within_s(30, lambda: processes_of_ray() <= two_nodes.before)
 
 
 WITH_A_TOKEN = """

@@ -1,5 +1,6 @@
 """Workers on nodes, on a double of the cluster: nodes that are lost or frozen, calls that are sent together, files and versions that differ."""
 
+import sys
 import time
 from contextlib import closing
 from functools import partial
@@ -161,22 +162,40 @@ def test_places_are_in_proportion_to_cpus_and_not_on_lost_nodes(cluster):
     assert {places.take().id for _ in range(20)} == {"b"}
 
 
-def test_files_of_the_user_are_found_in_every_form_of_a_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("my.py", "agent.py", "pack/mine.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
+def test_files_of_the_user_and_the_modules_that_they_import_are_found(tmp_path, monkeypatch):
+    """Also outside the current folder, in a folder of the import path, and by relative imports; but no module of Python or of this package."""
+    here, other = tmp_path / "here", tmp_path / "other"
+    for path, text in {
+        "here/my.py": "import json, numpy, near, dapo_jax.rewards\ndef grade():\n    import pack.mine, bare.rules",
+        "here/near.py": "",
+        "here/agent.py": "",
+        "here/pack/__init__.py": "",
+        "here/pack/mine.py": "from . import rules\nfrom far.away import one",
+        "here/pack/rules.py": "",
+        "here/prompt.txt": "import near",
+        "here/bare/rules.py": "",
+        "other/far/__init__.py": "import no_such_module",
+        "other/far/away.py": "one = 1",
+        "other/far/unused.py": "",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [*sys.path, "", str(other)])
+    package = [f"here/pack/{name}.py" for name in ("__init__", "mine", "rules")]
+    package += [f"other/far/{name}.py" for name in ("__init__", "away")]
     for value, names in {
-        "my.py:grade": ["my.py"],
-        "trl:my.py:Class+reward": ["my.py"],
-        "pack.mine:grade": ["pack/mine.py"],
-        "command:python agent.py --x": ["agent.py"],
-        f"{tmp_path}/my.py:grade": ["my.py"],
+        "my.py:grade": ["here/my.py", "here/near.py", "here/bare/rules.py", *package],
+        "trl:my.py:Class+reward": ["here/my.py", "here/near.py", "here/bare/rules.py", *package],
+        "pack.mine:grade": package,
+        "far.unused:grade": ["other/far/__init__.py", "other/far/unused.py"],
+        "command:python agent.py --x prompt.txt": ["here/agent.py", "here/prompt.txt"],
+        f"{here}/near.py:grade": ["here/near.py"],
         "math": [],
         "collections:Counter": [],
     }.items():
         found = user_files({"grader": value, "answer_marker": "=", "options": {}})
-        assert found == [str(tmp_path / name) for name in names], value
+        assert found == sorted(str(tmp_path / name) for name in names), value
 
 
 def test_an_environments_episodes_go_on_when_their_node_is_lost(cluster):
