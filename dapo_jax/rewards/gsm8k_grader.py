@@ -1,15 +1,20 @@
-"""The `gsm8k` grader. It compares the number after `####`, the answer mark of GSM8K. In a response without this mark, it compares the last number."""
+r"""The `gsm8k` grader. It compares the number after `####`, the answer mark of GSM8K.
+
+In a response without this mark, it compares the content of the last `\boxed{}` or `<answer>`, or else the last number.
+"""
 
 import re
 from fractions import Fraction
 
 from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.rewards.math_grader import last_box
 from dapo_jax.rewards.numerals import (
     COPULA,
     FILLER,
     PER_AREA,
     UNIT,
     WORD,
+    in_digits,
     joined_thousands,
     number,
     placeholder,
@@ -32,6 +37,11 @@ _CHANGED_AFTER = re.compile(
     r"|crores?|\w+illions?|squared|cubed|base|mod|modulo|divided|multiplied|factorial)\b|[A-Za-zπ](?![^\W\d_])|[A-Za-z]?[\^_]"
 )
 """Like `_CHANGED_BEFORE`, matches words and letters next to the last number of a text that change it, as in minus 5, 2x or 5k."""
+_HEADING = re.compile(r"[*_\s]*[A-Za-z]")
+_TAG = re.compile(r"</?[A-Za-z_]+>")
+_IN_TAGS = re.compile(r"(?is).*<(?:final_)?answer>(.*?)(?:</|\Z)")
+_WORKED_OUT = re.compile(r"^[^A-Za-z<>≤≥≠≈!~]*[0-9][^A-Za-z<>≤≥≠≈!~]*=\s*(?=[^=]*[0-9])")
+"""Matches the first sides of an equation of numbers, as in 2 + 3 = 5."""
 _WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|left|right)(?![A-Za-z])|\\[()\[\]]")
 
 
@@ -41,8 +51,10 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     The reference is a number, or a worked solution that ends in `#### number` as in the dataset's files
     (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", https://arxiv.org/abs/2110.14168).
     A response's answer is the number after its last `####`. The rest of that line may contain only pairs of brackets and words that do not change
-    the number (`numerals.placeholder`), or else the line is compared as text. Without `####`, the answer is the last number. Thoughts are ignored. A number is parsed with
-    all characters attached to it, so 3-5, 3:30, 5^2, 2x and 5m are compared as text. Currency, percent and degree signs are ignored.
+    the number (`numerals.placeholder`), or else the line is compared as text. A heading such as `#### Step 2: Total`, which begins with a word, has no
+    number as its statement and is followed by text, is not a mark. Without `####`, the answer is the content of the last `\\boxed{}` or `<answer>`, or else
+    the last number. Thoughts are ignored. A number is parsed with all characters attached to it, so 3-5, 3:30, 5^2, 2x and 5m are compared as text.
+    Currency, percent and degree signs are ignored.
 
     >>> [gsm8k_grader(response, "72").correct for response in ("3 * 24 = 72\\n#### 72", "That is $72.00.", "#### 7")]
     [True, True, False]
@@ -53,12 +65,9 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     expected = _stated(answer.rpartition(_MARK)[2], alone=True)
     if expected is None:
         raise ValueError(f"the gsm8k grader needs a reference with a number; got {answer!r}")
-    _, marked, after = without_thoughts(response).rpartition(_MARK)
-    where = f"after the last {_MARK!r}" if marked else "the last number"
-    # After the mark, only the rest of the line is used, or the next line that is not empty.
-    stated = _stated(after.strip().partition("\n")[0] if marked else after, alone=bool(marked))
+    stated, where = _found(without_thoughts(response))
     if stated is None:
-        return Verdict(correct=False, reason=f"no number {where if marked else 'in the response'}")
+        return Verdict(correct=False, reason=f"no number {where}")
     text, exact = stated
     numbers = exact is not None and expected[1] is not None
     correct, agreement = (
@@ -66,6 +75,23 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     )
     reason = f"{where}: {agreement if correct else f'expected {expected[0]}'}"
     return Verdict(correct=correct, extracted=text, reason=reason)
+
+
+def _found(text: str) -> tuple[tuple[str, Fraction | None] | None, str]:
+    """Returns the stated number as in `_stated`, and the place where it was found or expected, in words."""
+    _, marked, after = text.rpartition(_MARK)
+    # After the mark, only the rest of the line is used, or the next line that is not empty.
+    line, _, rest = after.strip().partition("\n")
+    stated = _stated(line, alone=True) if marked else None
+    if marked and not (rest.strip() and _HEADING.match(line) and (stated is None or stated[1] is None)):
+        return stated, f"after the last {_MARK!r}"
+    text = rest if marked else text
+    boxed, has_box = last_box(text)
+    if has_box:
+        return _stated(boxed or "", alone=True), r"in the last \boxed{}"
+    if tagged := _IN_TAGS.match(text):
+        return _stated(tagged[1], alone=True), "in the last <answer>"
+    return _stated(text, alone=False), "as the last number"
 
 
 def unread_by_gsm8k(answer: str) -> bool:
@@ -78,8 +104,13 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     """Returns the last run (see `_RUN`) and its value. Instead of a value, returns None if the run is not a number or, with `alone`, not the only run."""
     if text.isascii() and text.strip().isdigit():  # for speed
         return text.strip(), value(text.strip())
-    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", _WRAPPER.sub(" ", joined_thousands(plain(text))))
+    text = re.sub(
+        r"(?<=[0-9])\s*[xX]\s*(?=[0-9])",
+        "*",
+        _WRAPPER.sub(" ", _TAG.sub(" ", in_digits(joined_thousands(plain(text))))),
+    )
     text = re.sub(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2", text)
+    text = _WORKED_OUT.sub("", text) if alone else text
     runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
     if not runs:
         return None

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import sympy
 from sympy.core.evalf import PrecisionExhausted
 
-from dapo_jax.rewards.math_reader import UNION, ReadAnswer, Relation, Several, is_name
+from dapo_jax.rewards.math_reader import UNION, WITHOUT, ReadAnswer, Relation, Several, is_name
 
+_REALS = Several("(", (-sympy.oo, sympy.oo), ")")
 DIGITS = 50
 """Number of digits that must agree for irrational numbers to be equal."""
 
@@ -36,6 +37,9 @@ class _Comparison(NamedTuple):
     def equal(self, gold: Any, answer: Any) -> bool:
         if isinstance(gold, Relation) and isinstance(answer, Relation):
             return self._same_relation(gold, answer)
+        first, second = _region(gold), _region(answer)
+        if first is not None and second is not None and {_is_region(gold), _is_region(answer)} != {False}:
+            return len({first[0], second[0]} - {None}) < 2 and self._same_pieces(first[1], second[1])
         gold, answer = self._value_of(gold, answer), self._value_of(answer, gold)
         if gold is None or answer is None:
             return False
@@ -43,14 +47,12 @@ class _Comparison(NamedTuple):
             return self._same_items(gold, answer)
         if isinstance(gold, Several) or isinstance(answer, Several):
             several, single = (gold, answer) if isinstance(gold, Several) else (answer, gold)
-            return (
-                several.opened == r"\{" and len(several.items) == 1 and self.equal(several.items[0], single)
-            )
+            # An equal value in another form, as in 1/2 or 0.5, states the same.
+            one = several.closed == "or" or (several.opened == r"\{" and len(several.items) == 1)
+            return one and all(self.equal(item, single) for item in several.items)
         return self._same_number(gold, answer)
 
     def _same_items(self, gold: Several, answer: Several) -> bool:
-        if UNION in (gold.opened, answer.opened):
-            gold, answer = _union(gold), _union(answer)
         # Square brackets denote an interval only around two values. Otherwise they are treated as parentheses.
         kinds = {
             "()"
@@ -65,6 +67,14 @@ class _Comparison(NamedTuple):
         if kinds <= {r"\{\}", ""} or kinds == {UNION}:
             return self._within(gold, answer, once=True)
         return (len(kinds) == 1 or kinds == {"()", ""}) and all(map(self.equal, gold.items, answer.items))
+
+    def _same_pieces(self, gold: sympy.Set, answer: sympy.Set) -> bool:
+        """Returns whether two sets consist of equal intervals and points."""
+        first, second = _pieces(gold), _pieces(answer)
+        same = all(
+            a[2:] == b[2:] and all(map(self.equal, a[:2], b[:2])) for a, b in zip(first, second, strict=False)
+        )
+        return len(first) == len(second) > 0 and same
 
     def _within(self, first: Several, second: Several, *, once: bool) -> bool:
         """Returns whether each item of `first` is an item of `second`. With `once`, each item of `second` counts once."""
@@ -166,12 +176,63 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
     return real or every[:3]
 
 
-def _union(several: Several) -> Several:
-    """Writes a list such as x < 2 or x > 3 as a union of intervals."""
-    pairs = [_interval(item) if isinstance(item, Relation) else (None, item) for item in several.items]
-    joined = several.closed == "or" and len({name for name, _ in pairs}) == 1
-    whole = joined and all(isinstance(item, Several) for _, item in pairs)
-    return Several(UNION, tuple(item for _, item in pairs), "") if whole else several
+def _is_region(value: Any) -> bool:
+    """Returns whether a value can only mean a set of real numbers: a union, a difference, x ≠ a, or several relations."""
+    several = isinstance(value, Several) and value.opened in (UNION, WITHOUT, "")
+    return several or getattr(value, "signs", ()) == ("≠",)
+
+
+def _region(value: Any) -> tuple[Any, sympy.Set] | None:
+    """Returns the name, or None, and the set of real numbers that a value describes. Returns None for any other value.
+
+    A list of relations of one name is the union of their sets if the items are separated by "or", otherwise the intersection.
+    """
+    if isinstance(value, Relation):
+        name, of_name = _interval(value)
+        if value.signs == ("≠",) and is_name(value.sides[0]):
+            name, of_name = (
+                value.sides[0],
+                Several(WITHOUT, (_REALS, Several(r"\{", value.sides[1:], r"\}")), ""),
+            )
+        region = None if name is None else _region(of_name)
+        return None if region is None else (name, region[1])
+    if not isinstance(value, Several):
+        return None
+    items = value.items
+    if value.opened in ("(", "[", r"\{"):
+        real = all(
+            isinstance(item, sympy.Expr) and item.is_number and item.is_extended_real for item in items
+        )
+        if real and value.opened == r"\{":
+            return None, sympy.FiniteSet(*items)
+        first, last, *more = (*items, None)
+        if not real or more != [None] or not (first < last or (first == last and value[::2] == ("[", "]"))):
+            return None
+        return None, sympy.Interval(first, last, value.opened == "(", value.closed == ")")
+    regions = [region for region in map(_region, items) if region is not None]
+    names = {name for name, _ in regions}
+    if value.opened not in (UNION, WITHOUT, "") or len(regions) < len(items) or len(names) > 1:
+        return None
+    (name,), sets = names, [of_item for _, of_item in regions]
+    if value.opened == WITHOUT:
+        return name, sympy.Complement(sets[0], sets[1])
+    if value.opened == UNION or value.closed == "or":
+        return name, sympy.Union(*sets)
+    common = sympy.Intersection(*sets)
+    return None if name is None or common is sympy.S.EmptySet else (name, common)
+
+
+def _pieces(region: Any) -> list[tuple[Any, Any, bool, bool]]:
+    """Returns the ends of the intervals and points of a set in order, and whether they are excluded. Returns no pieces for any other set."""
+    pieces: list[tuple[Any, Any, bool, bool]] = []
+    for part in region.args if isinstance(region, sympy.Union) else (region,):
+        if isinstance(part, sympy.Interval):
+            pieces.append((part.start, part.end, bool(part.left_open), bool(part.right_open)))
+        elif isinstance(part, sympy.FiniteSet):
+            pieces += [(point, point, False, False) for point in part]
+        else:
+            return []
+    return sorted(pieces, key=lambda piece: (sympy.N(piece[0]), sympy.N(piece[1])))
 
 
 def _interval(relation: Relation) -> tuple[Any, Any]:

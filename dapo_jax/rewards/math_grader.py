@@ -9,8 +9,21 @@ from dapo_jax.text.thoughts import without_thoughts
 TAIL_CHARACTERS = 2000
 """Number of characters at the end of a response that are searched for the answer. The rest is skipped for speed."""
 
-_ANSWER = re.compile(r"(?i)answer(?:\s*[:\uff1a]|(?<=<answer)>)[\s*]*")
-_THE_ANSWER_IS = re.compile(r"(?i)\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b[:\uff1a]?|[:\uff1a=])")
+_ANSWER = re.compile(
+    r"(?i)(?:answer|antwort|r[ée]ponse|respuesta|resposta|risposta|ответ|答案|答え|回答|정답|답|الإجابة|الجواب|उत्तर)"
+    r"\s*(?:\*\*|__|\*)?\s*[:\uff1a](?:__)?[\s*]*|<(?:final_)?answer>[\s*]*"
+)
+"""Matches the mark Answer: in several languages, or its tag."""
+_THE_ANSWER_IS = re.compile(
+    r"(?im)\b(?:answers?|(?:correct|right) (?:option|choice))\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b[:\uff1a]?|[:\uff1a=])|答案[是为為]"
+    r"|^[ \t]*(?:#{1,6}[ \t]*|\*\*|__)+(?:the )?(?:final )?answer(?:\*\*|__)?[ \t]*$"
+)
+"""Matches words such as "the answer is", and a heading such as ### Final Answer."""
+_DISPLAY = re.compile(
+    r"\s*(?:\$\$.*?\$\$|\\\[.*?\\\]|\\begin\s*\{((?:align|gather|equation|multline)\*?)\}.*?\\end\s*\{\1\})",
+    re.DOTALL,
+)
+"""Matches a displayed formula, which may have several lines."""
 _BOLD = re.compile(r"(?<![\w)}])\*\*([^*]+)\*\*|^_([^_]+)_$")
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _BETWEEN_BOXES = re.compile(r"(?:[ ,;$]|\\[()\[\],;:]|\\q?quad|(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)*")
@@ -23,8 +36,9 @@ def math_grader(response: str, answer: str) -> Verdict:
     r"""Finds the answer stated in the response and compares its meaning with the reference.
 
     The answer is the text after the last `Answer:`, or the content of a later `\boxed{}`. Without either, a response that is a single
-    line of mathematics is itself the answer. In other responses, the answer is the text after words such as "the answer is". Other numbers
-    are ignored, because they may match by accident, and so are thoughts. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the
+    line of mathematics is itself the answer. In other responses, the answer is the text after words such as "the answer is" or a heading such as
+    `### Answer`. A displayed formula after these marks may have several lines. Other numbers are ignored, because they may match by accident, and so
+    are thoughts. A choice with its label, such as (B) 7, is B if the reference is a letter from A to J, otherwise 7. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the
     response was cut off and has no answer.
 
     Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations), so 6/8 equals 3/4. If either
@@ -37,13 +51,17 @@ def math_grader(response: str, answer: str) -> Verdict:
     """
     # Imported here because these modules import sympy, which loads slowly.
     from dapo_jax.rewards.math_equality import same_meaning
-    from dapo_jax.rewards.math_reader import is_word, read, text_form
+    from dapo_jax.rewards.math_reader import is_word, labelled, read, text_form
 
     stated, where = _statement(without_thoughts(response)[-TAIL_CHARACTERS:])
     stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r" \1\2 ", stated))
     if stated is None:
         return Verdict(correct=False, reason=f"{where}: no answer found")
     extracted, wanted = text_form(stated), text_form(answer)
+    if extracted != wanted and (choice := labelled(stated)):
+        letter, content = choice
+        stated = letter if re.fullmatch("[A-J]", wanted) else content or stated
+        extracted = text_form(stated)
     if extracted and (extracted == wanted or (is_word(wanted) and extracted.lower() == wanted)):
         return Verdict(correct=True, extracted=extracted, reason=f"{where}: equal as text")
     stated_value, gold = read(stated), read(answer)
@@ -75,27 +93,34 @@ def unread_by_math(answer: str) -> bool:
 def _statement(text: str) -> tuple[str | None, str]:
     """Returns the stated answer, or None if it is missing or was cut off. Also returns the place where it was found or expected, in words."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
-    text = text if answer is None else text[:answer] + re.sub("(?i)</answer>", "\n", text[answer:])
-    line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
+    text = text if answer is None else text[:answer] + re.sub("(?i)</(?:final_)?answer>", "\n", text[answer:])
+    display = None if answer is None else _DISPLAY.match(text, answer)
+    line_end = (
+        -1 if answer is None else text.find("\n", display.end() if display else answer) % (len(text) + 1)
+    )
     # A box after the line of the last `Answer:` takes precedence, because it is the response's last statement.
-    boxed, has_box = _last_box(text[line_end + 1 :])
+    boxed, has_box = last_box(text[line_end + 1 :])
     if has_box:
         return boxed, r"in the last \boxed{}"
     if answer is not None:
         # Emphasis such as **Answer: 34** opens before `Answer:` and closes after the value, so the closing ** is stripped.
-        return text[answer:line_end].strip().strip("*").strip() or None, "after the last 'Answer:'"
+        return re.sub(r"(?<=\S)\*\*(?=\s|$)", "", text[answer:line_end]).strip().strip(
+            "*`"
+        ).strip() or None, "after the last 'Answer:'"
     whole = text.strip()
-    if whole and "\n" not in whole and not _SENTENCE.search(whole):
-        return whole, "the whole response"
     where = "after words such as 'the answer is'"
     announced = list(_THE_ANSWER_IS.finditer(text))
     if not announced:
+        if whole and "\n" not in whole and not _SENTENCE.search(whole):
+            return whole, "the whole response"
         return None, where
+    if display := _DISPLAY.match(text, announced[-1].end()):
+        return display[0], where
     line = text[announced[-1].end() :].strip().partition("\n")[0]
     return _SENTENCE_END.split(line)[0].strip() or None, where
 
 
-def _last_box(text: str) -> tuple[str | None, bool]:
+def last_box(text: str) -> tuple[str | None, bool]:
     r"""Returns the content of the last outermost `\boxed{}`, or None if it is not closed. Also returns whether there is a box.
 
     Boxes with only commas, "and" or "or" between them are one list.

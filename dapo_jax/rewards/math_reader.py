@@ -3,9 +3,9 @@ r"""Parses answers as mathematics. An answer is parsed as a whole or not at all.
 The notations below are supported. An answer with any other word, sign or notation is not parsed, so that a part is never mistaken for the whole:
 
 * numbers as in `numerals.py`, mixed numbers (`2 2/3`, `2\frac23`), repeating decimals (`0.\overline{3}`), thousands separated by `,`, `{,}`,
-  `,\!` or thin spaces; `+ - \pm * / ^ !`, fractions, binomial coefficients, roots (odd roots of negative numbers are real), absolute values,
+  `,\!` or thin spaces; `+ - \pm * / ^ !`, fractions, binomial coefficients, roots (odd roots of negative numbers are real), absolute values, floors and ceilings,
   trigonometric functions, exponentials and logarithms, `\pi`, `e`, `i`, letters with subscripts;
-* `=`, `\approx` and inequalities; intervals, tuples, sets, unions, lists, matrices.
+* `=`, `\approx` and inequalities; intervals, tuples, sets, unions, differences of sets, lists, matrices.
 
 Wrappers (`$`, `\boxed`, `\left`), the words in `numerals.py`, units (words, `\text{}`, degrees, currencies) and punctuation are ignored.
 A percentage such as 50% is parsed as 50, and the comparison also accepts 1/2 for it. A comma is a decimal comma only after four or more digits and
@@ -32,7 +32,7 @@ SIGNIFICANT = 6
 
 
 class Several(NamedTuple):
-    """Several values: an interval `(1,2]`, a tuple, a set, a union (`opened=UNION`), a list (`opened=""`, `closed="or"` if "or" separates its items),
+    """Several values: an interval `(1,2]`, a tuple, a set, a union (`opened=UNION`), a difference of two sets (`opened=WITHOUT`), a list (`opened=""`, `closed="or"` if "or" separates its items),
     or a matrix (`opened="⟦"`). The rows of a matrix are tuples, or numbers if it has one column."""
 
     opened: str
@@ -57,12 +57,13 @@ class ReadAnswer(NamedTuple):
     undone: bool
 
 
-UNION = "\u222a"
+UNION, WITHOUT = "\u222a", "\u2216"
 _COMMANDS = {
     name: written for names, written in (
-        ("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox quad qquad thinspace", " "),
-        ("dfrac tfrac cfrac", r"\frac"), ("dbinom tbinom", r"\binom"), ("times cdot ast", "*"), ("div", "/"), ("pm", "±"), ("mp", "∓"), ("lt", "<"), ("gt", ">"),
-        ("le leq leqslant", "≤"), ("ge geq geqslant", "≥"), ("ne neq", "≠"), ("approx", "≈"), ("in", "∈"), ("cup", UNION), ("lvert rvert vert mid", "|"),
+        ("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox quad qquad thinspace"
+         " scriptstyle bf it rm tt sf tiny small normalsize large Large LARGE huge Huge blacksquare qed nonumber notag", " "),
+        ("dfrac tfrac cfrac nicefrac sfrac", r"\frac"), ("dbinom tbinom", r"\binom"), ("times cdot ast", "*"), ("div", "/"), ("pm", "±"), ("mp", "∓"), ("lt", "<"), ("gt", ">"),
+        ("le leq leqslant", "≤"), ("ge geq geqslant", "≥"), ("ne neq", "≠"), ("approx", "≈"), ("in", "∈"), ("cup", UNION), ("setminus backslash", WITHOUT), ("lvert rvert vert mid", "|"),
         ("dots ldots cdots dotsc", "…"), ("infty", "∞"), ("pi", "π"), ("degree", "°"), ("imath", "i"), ("lbrace", r"\{"), ("rbrace", r"\}"),
         ("varnothing", r"\emptyset"),
     ) for name in names.split()
@@ -72,7 +73,8 @@ _NATURAL = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "e
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(sympy, name) for name in _NATURAL},
     **{f"arc{name}": getattr(sympy, f"a{name}") for name in ("sin", "cos", "tan")},
-    "ln": sympy.log, "log": lambda argument, base=10: sympy.log(argument, base),
+    **dict.fromkeys(("log", "lg"), lambda argument, base=10: sympy.log(argument, base)),
+    "ln": sympy.log, "tg": sympy.tan, "ctg": sympy.cot, "arctg": sympy.atan,
 }  # fmt: skip
 _GREEK = (
     "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|varphi"
@@ -84,7 +86,7 @@ _UNIT_LETTERS = frozenset("mgshLlJNWVACF")
 _MONEY = re.compile(r"(?<![0-9.,])(?:\bUS\s*)?(?:\\\$|[€£¥₹])|(?:\\\$|[€£¥₹¢])(?![0-9.,])")
 _ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[^0-9]\s)\$(?=[0-9.])|(?<=\()\$(?=[0-9.])|\$\s*$")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))")
-_UPRIGHT = r"\\(text(?:normal|bf|rm|it|sf|tt|sc|up|md)?|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|operatorname)\s*\{([^{}]*)\}"
+_UPRIGHT = r"\\(text(?:normal|bf|rm|it|sf|tt|sc|up|md)?|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|bm|operatorname)\s*\{([^{}]*)\}"
 _CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
 _PERCENT = r"\\%|\\(?:text|mathrm)\s*\{\s*(?:percent|per cent|pct|\\?%)\s*\}|(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])"
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,.]?\s+[A-Za-z]{2,}")
@@ -92,7 +94,7 @@ _BARE = re.compile(rf"(?:\\[A-Za-z]+|[§A-Za-z]_\{{\w+\}})|{WORD.pattern}")
 _DECIMAL_COMMA = "([0-9]{4,}),([0-9]{1,2})(?![0-9.,])"
 """A comma after four or more digits and before one or two, which cannot separate thousands, is a decimal comma."""
 _DEGREES = r"°\s*[CF]?(?=\s*(?:[,;)\]\2=≈%]|\\\}|$))"
-_FACTOR = r"[A-Za-zπ§({√]|\\(?!\}|rangle)"
+_FACTOR = r"[A-Za-zπ§({√]|\\(?!\}|rangle|rfloor|rceil)"
 _POWER_OF_TEN = r"10\s*(?:\^|\*\*)"
 _FIGURE = r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*(?:([A-Z]{1,4})(?![A-Za-z])|\{\s*([A-Z]{1,4})\s*\})|\|\s*([A-Z]{2})\s*\|(?=\s*=)"
 """Names such as \\angle ABC or |AB|. The symbol § with the name as its index replaces them."""
@@ -100,10 +102,44 @@ _END = re.compile(r"(?:(?<![.,;])[.,;]|\s)+$")
 _UNIT_POWER = r"(?:\s*\^\s*(?:[23]|\{[23]\}))?"
 _PER = rf"\s*/\s*(?:{UNIT}|[{''.join(_UNIT_LETTERS)}](?![A-Za-z])){_UNIT_POWER}"
 _PLACEHOLDERS = re.compile(rf"({FILLER}|{COPULA}|(?:{PER_AREA}\.?\s*)?{UNIT}{_UNIT_POWER}(?:{_PER})?)")
+_INVISIBLE = re.compile(
+    r"\\(?:[hv]space\*?|tag\*?|label)\s*\{[^{}]*\}|\\(?:text)?color\s*(?:\[\w*\]\s*)?\{[^{}]*\}(?=\s*[^\s}])"
+)
+"""Matches spaces, labels and colours, which do not change an answer. A colour is followed by the text that it colours."""
+_ALIGNED = re.compile(
+    r"\\begin\s*\{((?:align(?:ed)?|gather(?:ed)?|equation|split|cases)\*?)\}((?:(?!\\begin|\\end).)*)\\end\s*\{\1\}",
+    re.DOTALL,
+)
+_NEXT_SIDE = r"[=<>≤≥≈]|\\(?:leq?|geq?|leqslant|geqslant|lt|gt|approx)(?![A-Za-z])"
+_INFIX = r"\{((?:[^{}]|\{[^{}]*\})*?)\\(over|choose)(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}"
+_LABEL = re.compile(
+    r"\s*(?:(?i:option|choice)\s+)?(?:[(\[]([A-J])[)\]](?=[\s.:]|$)|([A-J])(?:[.:)](?=\s|$)|$))\s*[.:]?\s*(.*?)\s*",
+    re.DOTALL,
+)
+"""Matches a choice with its label, such as (B) 7. The groups are the letter, in one of two, and the content."""
+_NO_CONTENT = re.compile(
+    r"[-+*/^_=<>≤≥≠≈±|!,;&°%]|(?:is|are|was|isn't|can|cannot|does|or|and|nor|but|if|not|plus|minus|times)\b"
+    r"|.*(?<![A-Za-z\\])[A-J](?![A-Za-z])",
+    re.DOTALL,
+)
+"""Matches texts after a letter that are not the content of one choice, such as the rest of a formula, or further letters."""
+_ALL_REALS = re.compile(
+    r"\A[\s$]*(?:\\text\s*\{)?\s*(?i:(?:all|any|every) real numbers?|all reals)\s*\}?[\s$.]*\Z"
+)
+_BASES = {
+    word: base
+    for words in (
+        "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen",
+    )
+    for base, word in enumerate(words.split(), 2)
+}
+_BASE = rf"_\s*\{{\s*(?:\\(?:text|mathrm)\s*\{{\s*)?({'|'.join(_BASES)})\s*\}}(?:\s*\}})?"
+_SET = r"\\\{\s*([A-Za-z])\s*(?:∈\s*\u211d\s*)?[|:]\s*(?=[^{}]*\1)((?:[^{}|:\\]|\\(?![{}])|(?<!\\)\{[^{}]*\})*)\\\}"
+r"""Matches a set such as \{x | x > 3\}, which is read as its condition."""
 _MATRIX = r"\\(begin|end)\s*\{(?:(?:small|[pb])?matrix|array)\}(?:\s*\{[lcr| ]*\})?"
 _REST_OF_MIXED = r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
-_CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*)\s*\)(?=\s*[=≈])"
-"""Matches the argument of a call that names a value, as in P(2) = 5."""
+_CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*|[A-Z]\s*[=<>≤≥]\s*[-0-9./]+)\s*\)(?=\s*[=≈])"
+"""Matches the argument of a call that names a value, as in P(2) = 5 or P(X = 2) = 1/3."""
 _spaced = lru_cache(maxsize=None)(lambda pattern: re.compile(rf"\s*(?:{pattern})"))
 _CONSTANTS = {"π": sympy.pi, "\u211d": Several("(", (-sympy.oo, sympy.oo), ")")}
 
@@ -120,8 +156,20 @@ def text_form(text: str) -> str:
         text = re.sub(r"[A-Za-z]{2,}", lambda run: run[0].lower() if is_word(run[0]) else run[0], text)
     # A space between digits or decimal points, or between a comma and three digits, separates two numbers.
     text = re.sub(r" (?<![0-9.] (?=[0-9.]))(?<!, (?=[0-9]{3}(?![0-9])))", "", text)
-    text = re.sub(r"([_^])\{(\w)\}", r"\1\2", _END.sub("", text))
-    return re.sub(r"^\{([^{]*)\}$|^\(([A-Za-z]+)\)$", r"\1\2", text)
+    text = re.sub(r"([_^])\{(\w)\}|(?<=[0-9A-F])(_)\{([0-9]{2})\}$", r"\1\2\3\4", _END.sub("", text))
+    text = re.sub(r"^\(([0-9A-F]+)\)(?=_[0-9]+$)", r"\1", text)
+    return re.sub(r"^\(([A-Za-z]+)\)$", r"\1", re.sub(r"^\{([^{]*)\}$", r"\1", text))
+
+
+def labelled(text: str) -> tuple[str, str] | None:
+    r"""Returns the letter and the content of a choice with its label, or None for any other text.
+
+    >>> labelled(r"\textbf{(B) }7"), labelled("C. Paris"), labelled("Option D"), labelled("(A) and (C)"), labelled("(A) + 1")
+    (('B', '7'), ('C', 'Paris'), ('D', ''), None, None)
+    """
+    text = re.sub(rf"^[\s$]*{_UPRIGHT}", r" \2 ", _simplified(text)).strip("$ ")
+    choice = _LABEL.fullmatch(text[1:-1] if text[:1] + text[-1:] == "{}" else text)
+    return None if choice is None or _NO_CONTENT.match(choice[3]) else (choice[1] or choice[2], choice[3])
 
 
 def is_word(text: str) -> bool:
@@ -135,21 +183,42 @@ def is_word(text: str) -> bool:
 @lru_cache(maxsize=4096)
 def _simplified(text: str) -> str:
     """Replaces alternative notations by a single one, and removes currency signs and spacing commands."""
-    text = numerals.plain(text)
+    text = _INVISIBLE.sub(" ", numerals.plain(text))
+    text = _ALIGNED.sub(
+        _in_one_line, re.sub(_INFIX, _prefixed, text) if r"\over" in text or r"\choose" in text else text
+    )
     # In a matrix, a double backslash separates rows. Elsewhere it is a backslash that was escaped twice.
     text = text.replace("\\\\", "\1" if re.search("matrix|array", text) else "\\")
     text = re.sub(_MATRIX, lambda match: "⟦(" if match[1] == "begin" else ")⟧", text)
     if "⟦" in text:
         text = re.sub(r"\x01\s*(?=\)⟧)", "", text.replace("&", ",")).replace("\1", "),(")
     text = re.sub(r"\\mathbb\s*(?:R|\{\s*R\s*\})", "\u211d", text)
+    text = re.sub(r"\u211d\s*(?:-|\\(?=\s))\s*(?=\\\{)", f"\u211d{WITHOUT}", _ALL_REALS.sub("\u211d", text))
+    text = re.sub(
+        r"\\\{\s*\\\}", r"\\emptyset", re.sub(_BASE, lambda match: f"_{{{_BASES[match[1]]}}}", text)
+    )
     text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "°", text)
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
-    text = numerals.joined_thousands(text)
+    text = numerals.in_digits(numerals.joined_thousands(text))
     text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match[1], match[0]), text)
     text = re.sub(r"\.{3,}", "…", re.sub(r"\s!=", "≠", re.sub(_PERCENT, "%", text)))
     if text.count("$") == 1:
         text = _ONE_DOLLAR.sub(r" \1", text)  # a currency sign
     return re.sub(r"(?:\\[,;:! ]|~|\s)+", " ", text)
+
+
+def _prefixed(match: re.Match[str]) -> str:
+    r"""Writes {a \over b} and {a \choose b} as commands with two arguments."""
+    return rf"\{'frac' if match[2] == 'over' else 'binom'}{{{match[1]}}}{{{match[3]}}}"
+
+
+def _in_one_line(match: re.Match[str]) -> str:
+    """Joins the rows of an alignment. A row that begins with a sign such as = continues the row before it; other rows are items of a list."""
+    name, rows = match[1], match[2]
+    if name == "cases" and "&" in rows:  # a function with conditions
+        return match[0]
+    rows = re.sub(r"\s*\\\\(?:\[[^\]]*\])?\s*", "\1", rows.replace("&", " ")).strip("\1 \n,")
+    return re.sub(rf",?\x01\s*({_NEXT_SIDE})|,?\x01", lambda row: f" {row[1]}" if row[1] else ", ", rows)
 
 
 @lru_cache(maxsize=4096)
@@ -174,7 +243,7 @@ def _core(text: str) -> tuple[str, bool]:
     text = _CONJUNCTION.sub(lambda match: "\2" if match[1] == "or" else ",", text)
     text = re.sub(_FIGURE, lambda match: f"§_{{{''.join(filter(None, match.groups()))}}}", text)
     text = re.sub(_UPRIGHT, _upright, text)
-    parts = re.split(r"\$\$?|\\[()\[\]]", text)
+    parts = re.split(r"\$\$?|\\[()\[\]]", re.sub(_SET, r"\2", text))
     _require(len(parts) % 2, "a formula that is not closed")
     # Letters between math delimiters, and in a text without delimiters and sentences, may be variables.
     prose = len(parts) > 1 or bool(_PROSE.search(text))
@@ -201,7 +270,7 @@ def _upright(match: re.Match[str]) -> str:
         return rf"\{inner} "
     followed = re.match(r"\s*[(\[_]", match.string[match.end() :])
     _require(style != "operatorname" and not followed, f"an unknown function {inner}")
-    variable = inner not in _UNIT_LETTERS or style[:5] in ("mathb", "mathi", "bolds")
+    variable = inner not in _UNIT_LETTERS or style[:5] in ("mathb", "mathi", "bolds", "bm")
     if len(inner) == 1 and inner.isalpha() and variable:
         return f" {inner} "
     words = {word: UNIT if word in _UNIT_LETTERS else placeholder(word) for word in WORD.findall(inner)}
@@ -241,6 +310,7 @@ class _FormulaParser:
         self.decimals: dict[Any, Any] = {}
         self.depth = self.bars = self.angle = 0
         self.plus_minus = 1
+        self.signs = self.most_signs = 0
         self.divided = self.undone = False
 
     def statement(self) -> Any:
@@ -248,14 +318,17 @@ class _FormulaParser:
         value = self._all()
         if not set("±∓") & set(self.text):
             return value
+        _require("∓" in self.text or self.most_signs < 2, "several plus-minus signs that may be independent")
         self.at, self.plus_minus = 0, -1
         other = self._all()
         if isinstance(value, Several) and value.opened in ("", r"\{"):
-            return Several(value.opened, value.items + other.items, value.closed)
+            # In 0, ±2, the item 0 has one value.
+            others = tuple(new for item, new in zip(value.items, other.items, strict=True) if new != item)
+            return Several(value.opened, value.items + others, value.closed)
         return Several("", (value, other), "")
 
     def _all(self) -> Any:
-        items = self._separated(self._relation, "[,;\2]")
+        items = self._separated(self._item, "[,;\2]")
         _require(not self._take(r"\S"), f"at {self.text[self.at - 1 :]!r}")
         closed = "or" if self.text.count("\2") == len(items) - 1 else ""
         return items[0] if len(items) == 1 else Several("", tuple(items), closed)
@@ -273,6 +346,13 @@ class _FormulaParser:
         while self._take(sign):
             items.append(parse())
         return items
+
+    def _item(self) -> Any:
+        """Parses an item of a list or set, and counts its plus-minus signs."""
+        outer, self.signs = self.signs, 0
+        value = self._relation()
+        self.most_signs, self.signs = max(self.most_signs, self.signs), outer
+        return value
 
     def _relation(self) -> Any:
         undone, sides, signs, numbers, sign = self.undone, [], [], [], None
@@ -296,8 +376,10 @@ class _FormulaParser:
 
     def _union(self) -> Any:
         sets = self._separated(self._sum, UNION)
+        sign = UNION if len(sets) > 1 or not self._take(WITHOUT) else WITHOUT
+        sets += [self._sum()] if sign == WITHOUT else []
         _require(len(sets) == 1 or all(isinstance(item, Several) for item in sets), "a union of numbers")
-        return sets[0] if len(sets) == 1 else Several(UNION, tuple(sets), "")
+        return sets[0] if len(sets) == 1 else Several(sign, tuple(sets), "")
 
     def _sum(self) -> Any:
         if infinity := self._take(r"[-+]?\s*∞"):  # arithmetic with it has no exact value
@@ -314,6 +396,7 @@ class _FormulaParser:
 
     def _sign(self) -> int:
         sign = self._take("[-+±∓]")
+        self.signs += sign is not None and sign[0].strip() == "±"
         return {"-": -1, "±": self.plus_minus, "∓": -self.plus_minus}.get(sign[0].strip() if sign else "", 1)
 
     def _product(self) -> Any:
@@ -387,6 +470,10 @@ class _FormulaParser:
             self.bars -= 1
             _require(self._take(r"\|"), "an absolute value that is not closed")
             return value
+        if opened := self._take(r"\\l(floor|ceil)(?![a-z])"):
+            value = {"floor": sympy.floor, "ceil": sympy.ceiling}[opened[1]](_number(self._sum()))
+            _require(self._take(rf"\\r{opened[1]}(?![a-z])"), "a bracket that is not closed")
+            return value
         if opened := self._take(r"\(|\[|⟦|\\\{|\{|\\langle"):
             return self._bracket(opened[0].strip())
         return self._mixed()
@@ -394,7 +481,7 @@ class _FormulaParser:
     def _bracket(self, opened: str) -> Any:
         bars, self.bars, divided = self.bars, 0, self.divided
         self.depth += 1
-        items = self._separated(self._relation, "[,;\2]")
+        items = self._separated(self._item if opened == r"\{" else self._relation, "[,;\2]")
         self.depth -= 1
         self.bars, self.divided = bars, divided
         closers = {"{": r"\}", "⟦": "⟧", r"\{": r"\\\}", r"\langle": r"\\rangle"}

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 from fractions import Fraction
-from unicodedata import numeric
+from unicodedata import decimal, normalize, numeric
 
 _PLAIN = str.maketrans({
     # Full-width ASCII is in the first line, hyphens, dashes and minus signs are in the second, spaces in the third.
@@ -11,7 +11,7 @@ _PLAIN = str.maketrans({
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
     **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
     **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
-    **dict.fromkeys("\u00f7\u2044\u2215", "/"), "≃": "≈", "⩽": "≤", "⩾": "≥",
+    **dict.fromkeys("\u00f7\u2044\u2215", "/"), "≃": "≈", "∅": r"\emptyset ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "\u066b": ".", "\u066c": ",", "⩽": "≤", "⩾": "≥",
     **{sign: "\\frac{{{}}}{{{}}}".format(*Fraction(numeric(sign)).limit_denominator(8).as_integer_ratio()) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
 })  # fmt: skip
 _RAISED, _LOWERED = "⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "₊₋₀₁₂₃₄₅₆₇₈₉"
@@ -34,6 +34,14 @@ _THOUSANDS = re.compile(
     r"|(?<![0-9.,])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9]|\s*/)"
 )
 """Matches groups of three digits with TeX's signs or single spaces between them."""
+
+_MAGNITUDES = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9, "trillion": 12}
+_WORDS_OF_TEN = rf"(?i:{'|'.join(_MAGNITUDES)})"
+_MAGNITUDE = re.compile(
+    r"(?<![\w.,/{}^\\])(?<![0-9}] )(?=[0-9.,]*[1-9])([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)(?![0-9])"
+    rf"(?:[\s~-]*({_WORDS_OF_TEN})|\s*\\(?:text|mathrm)\s*\{{\s*({_WORDS_OF_TEN})\s*\}})(?![\w-]|\s+(?:{_WORDS_OF_TEN}|and)\b)"
+)
+"""Matches a number with a power of ten in words. The denominator of a fraction, a power and one of several words are not matched."""
 
 FILLER, UNIT, COPULA, PER_AREA = "\0", "\3", "\4", "\5"
 """Placeholders for words that do not change a number: anywhere, only after the number, words such as "is", and square or cubic before a unit."""
@@ -63,7 +71,7 @@ _WORDS = {
 _SIZES = """
     mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre kph kmh|inch inche|foot feet ft|yard yd|mile mi mph;
     mg milligram|g gram|kg kilogram|ounce oz|pound lb|ton tonne;second sec s|minute min|hour hr h|day|week|month|year;
-    ml mL milliliter|l L liter litre|gallon gal|quart|pint|cup;cent|dollar|euro;deg degree|rad radian"""
+    ml mL milliliter|l L liter litre|gallon gal|quart|pint|cup;cent ¢|dollar buck \\$|euro €|yen ¥|rupee ₹;deg degree|rad radian"""
 _KINDS = {
     word: (kind, size)
     for kind, sizes in enumerate(_SIZES.split(";"))
@@ -72,11 +80,19 @@ _KINDS = {
 }
 
 
+_NAMED = re.compile(r"([A-Za-z]+?)s?\b(?!\s*=)|(\\\$|[¢€¥₹])")
+
+
 def differ_in_unit(*texts: str) -> bool:
-    """Returns whether two texts name different units of one kind, such as cm and m. A text may also name no unit."""
-    named = (map(_KINDS.get, re.findall(r"([A-Za-z]+?)s?\b(?!\s*=)", text)) for text in texts)
-    first, second = (dict(filter(None, units)) for units in named)
+    """Returns whether two texts name different units of one kind, such as cm and m, or $ and cents. A text may also name no unit."""
+    first, second = map(_units, texts)
     return any(first[kind] != second[kind] for kind in first.keys() & second.keys())
+
+
+def _units(text: str) -> dict[int, str]:
+    """Maps each kind of unit in a text to the first name of the unit. A single dollar sign is a unit, but two enclose a formula."""
+    text = re.sub(r"(?<!\\)\$", r"\\$", text) if len(re.findall(r"(?<!\\)\$", text)) == 1 else text
+    return dict(filter(None, (_KINDS.get(unit[1] or unit[2]) for unit in _NAMED.finditer(text))))
 
 
 def placeholder(word: str) -> str:
@@ -91,9 +107,30 @@ def placeholder(word: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Rewrites Unicode characters as ASCII or LaTeX: minus, times and division signs, spaces, fractions such as ½, super- and subscripts."""
+    """Rewrites Unicode characters as ASCII or LaTeX: signs, spaces, fractions such as ½, super- and subscripts, digits of all scripts, and letters such as 𝑥."""
+    if text.isascii():
+        return text
+    text = re.sub(r"[^\W_]", _folded, text)
     shifted = _SHIFTED.sub(lambda run: f"{'^' if run[1] else '_'}{{{run[0].translate(_UNSHIFTED)}}}", text)
     return shifted.translate(_PLAIN)
+
+
+def _folded(match: re.Match[str]) -> str:
+    """Returns the ASCII digit of a decimal digit of any script, and the plain form of a mathematical letter. Returns other letters unchanged."""
+    letter = match[0]
+    digit = decimal(letter, None)
+    if digit is not None:
+        return str(int(digit))
+    return normalize("NFKC", letter) if "\U0001d400" <= letter <= "\U0001d7ff" else letter
+
+
+def in_digits(text: str) -> str:
+    r"""Writes a number with a word such as million, which may be upright text in TeX, as one numeral.
+
+    >>> in_digits("$1.5 million"), in_digits(r"3\text{ thousand}"), in_digits("3 thousandths"), in_digits("1/2 million")
+    ('$1.5e6', '3e3', '3 thousandths', '1/2 million')
+    """
+    return _MAGNITUDE.sub(lambda match: f"{match[1]}e{_MAGNITUDES[(match[2] or match[3]).lower()]}", text)
 
 
 def joined_thousands(text: str) -> str:

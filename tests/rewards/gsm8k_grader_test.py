@@ -56,6 +56,22 @@ grade = GRADERS["gsm8k"]
         ("#### square 72", "72", "square 72", False),
         ("#### 72 square", "72", "72 square", False),
         ("#### 72 square feet", "72", "72", True),
+        ("#### Step 2: Total\nSo 3 + 4 = 7.", "7", "7", True),  # a heading
+        ("#### Final Answer\n7", "7", "7", True),
+        ("#### Total: 7\nThat is 1 more than 6.", "7", "7", True),  # a statement, not a heading
+        ("#### 7 of 8\nso 7", "7", "7 of 8", False),
+        ("#### 3 + 4 = 7", "7", "7", True),
+        ("#### $3 + $4 = $7", "7", "7", True),
+        ("#### x >= 7", "7", "x >= 7", False),
+        ("#### 3 + 4 = x", "4", "3 + 4 = x", False),
+        ("\\boxed{7}\n\nCheck: 7 - 4 = 3.", "7", "7", True),  # a box has precedence over the last number
+        ("\\boxed{7}\n\nCheck: 7 - 4 = 3.", "3", "7", False),
+        ("7, so \\boxed{", "7", None, False),
+        ("<answer>7</answer>", "7", "7", True),
+        ("<answer>\n7\n</answer> in 2 steps", "7", "7", True),
+        ("#### \u0667", "7", "7", True),  # a digit of another script
+        ("#### $1.5 million", "1500000", "1.5e6", True),
+        ("#### 2 hundred", "2", "2e2", False),
     ],
 )
 def test_numbers(response, answer, extracted, correct):

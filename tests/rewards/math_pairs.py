@@ -91,6 +91,18 @@ SAME = [  # statements that mean the same as the reference
     ("A and B", "B and A"), ("x+-1", "x-1"), (r"(1,2)\cup\{3\}", r"(1,2) \cup \{3\}"), ("f(3)=9", "9"), (r"\angle{ABC} = 60^\circ", "60"),
     (r"x\le -2 or x\ge 3", r"(-\infty,-2] \cup [3,\infty)"), (r"\left(\begin{array}{c}1\\2\end{array}\right)", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     (r"\sqrt[3]{x^3-1}", "(x^3-1)^{1/3}"), (r"\sqrt{x^2}", "|x|"), (r"\ln(x^3)", r"3\ln x"), ("x^{5/3}", r"\sqrt[3]{x^5}"), ("1234,5", "1234.5"), (r"\tan 45^\circ", "1"),
+    ("\u0663", "3"), ("\U0001d7d3", "5"), ("2\U0001d465", "2x"), ("\u2205", r"\emptyset"), (r"\{\}", r"\emptyset"), ("⌊3.7⌋", "3"), (r"\lceil 2.5\rceil", "3"),
+    (r"\lfloor n/2\rfloor", r"\left\lfloor\frac{n}{2}\right\rfloor"), (r"\lg 100", "2"), (r"\operatorname{tg} x", r"\tan x"), ("P(X=2)=1/3", "1/3"),
+    ("3 million", "3000000"), (r"\$1.5\text{ million}", "1500000"), ("2,000", "2 thousand"), (r"{1 \over 2}", "1/2"), (r"{5 \choose 2}", "10"),
+    (r"\color{red}5", "5"), (r"\textcolor{blue}{5}", "5"), (r"{\bf 5}", "5"), (r"\bm{5}", "5"), (r"\Large 5", "5"), (r"5\tag{1}", "5"), (r"\hspace{1cm}5", "5"),
+    (r"0, \pm 2", "-2,0,2"), (r"\{0,2,-2\}", r"0, \pm 2"), (r"x=0, x=\pm 1", "0,1,-1"), (r"\frac12 \text{ or } 0.5", "1/2"),
+    (r"1011_{\text{two}}", "1011_2"), ("(1011)_2", "1011_{2}"), ("AB_{16}", "AB_16"),
+    (r"\begin{aligned}x&=2+3\\&=5\end{aligned}", "5"), (r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"), (r"\begin{align*}5\end{align*}", "5"),
+    (r"[1,2]\cup[2,3]", "[1,3]"), (r"x \ne 0", r"(-\infty,0)\cup(0,\infty)"), (r"\mathbb{R}\setminus\{0\}", r"x\neq 0"), (r"\mathbb R-\{0\}", r"x\neq 0"),
+    (r"(0,2)\setminus\{1\}", r"(0,1)\cup(1,2)"), ("x>0 and x<1", "(0,1)"), (r"x\neq 0, x \neq 1", r"(-\infty,0)\cup(0,1)\cup(1,\infty)"),
+    (r"\{x \mid x>3\}", r"(3,\infty)"), (r"\{x\in\mathbb{R} : x \ne 0\}", r"x\ne 0"), (r"\text{all real numbers}", r"(-\infty,\infty)"),
+    ("(B) 7", "B"), (r"\textbf{(B)}\ 7", "B"), (r"\textbf{(B)}\ 7", "7"), (r"\text{B) } 7", "B"), ("C. Paris", "C"), ("Option D", "D"), ("[A]", "A"),
+    ("(C) Paris", "paris"), ("B: 7", "7"), ("C. 3x+1", "3x+1"),
 ]  # fmt: skip
 
 DIFFERENT = [  # statements that do not; many hold the reference as a fragment, or are a fragment of it
@@ -183,6 +195,14 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     (r"x<-2 or y>3", r"(-\infty,-2)\cup(3,\infty)"), (r"x<-2, x>3", r"(-\infty,-2)\cup(3,\infty)"), (r"\mathbb{R}^+", r"\mathbb{R}"), (r"\mathbb{R}\setminus\{0\}", r"\mathbb{R}"),
     ("100,5", "100.5"), (r"0\frac{24}{25}", r"\frac{24}{25}"), ("0 1/2", "1/2"), ("1000,999", "1000999"), ("(1000,99)", "1000.99"), ("2^{10}-1", "1023"), ("1-1/4", "3/4"), (r"\ln x^2", r"\ln x"), ("3\u200b4", "34"), ("no more than 5", "5"),
     ("the additive inverse of 5", "-5"), ("5 lakh", "5"), ("nine tenths of 5", "5"), ("5h 30m", "5"), ("XY", "YX"), ("Pq", "pQ"), ("x_1+x_2=5", "5"), (r"\sin x = 1", "1"), ("f(f(2))=5", "4"),
+    ("3 million", "3"), ("3 millionths", "3000000"), ("1/2 million", "500000.5"), ("2 million and 5", "2000000"), (r"5\color{red}", "5"), (r"1\color{red}2", "12"),
+    (r"(\pm 1, \pm 1)", "(1,1),(-1,-1)"), (r"\pm 1 \pm\sqrt2", r"1+\sqrt2,-1-\sqrt2"), (r"0, \pm 2", "-2,2"), ("1/2 or 0.6", "1/2"), ("5 or 6", "6,7"),
+    ("$5", "5 cents"), (r"\$5", r"5\text{ cents}"), ("5 cents", r"\$5"), ("€5", "5 dollars"), (r"\lfloor 3.7\rfloor", "4"), (r"\lfloor x\rfloor", "x"),
+    (r"1011_{\text{three}}", "1011_2"), ("AB_{16}", "AB_1"), (r"\begin{aligned}x&=1\\y&=2\end{aligned}", "2"), (r"\begin{cases}1&x>0\\2&x<0\end{cases}", "1,2"),
+    (r"(0,1)\cup(1,2)", "(0,2)"), (r"[0,1]\cup[2,3]", "[0,3]"), (r"x \ne 0", r"(0,\infty)"), (r"x \ne 0", "0"), (r"y \ne 0", r"x \ne 0"), (r"\mathbb{R}\setminus\{1\}", r"x\neq 0"),
+    (r"(0,2)\setminus\{1\}", "(0,2)"), ("x>0, y<1", "(0,1)"), (r"\{x \mid x>3\}", "3"), ("all real numbers except 0", r"\mathbb{R}"),
+    ("(B) 7", "C"), ("(B) 7", "8"), ("B. C", "B"), ("(A) and (C)", "A"), ("(A) or (B)", "A"), ("(A)(A+1)", "A"), ("A+1", "A"), ("A^2", "A"), ("A:2", "A"),
+    ("A. B. C.", "A"), ("(B) is wrong", "B"), ("K. 5", "5"), ("(A) + 1", "1"), ("b. 7", "B"),
 ]  # fmt: skip
 
 SAME_RESPONSES = [  # whole responses
@@ -201,6 +221,11 @@ SAME_RESPONSES = [  # whole responses
     (r"\boxed{\left(0,-2,100\right)}", "(0,-2,100)"),
     ("<answer>34</answer>", "34"), ("So.\n<answer>\n34\n</answer>\nDone", "34"), ("Answer\uff1a\uff13\uff14", "34"), (r"\boxed{1}, \boxed{2}", "1,2"),
     (r"$\boxed{1} \text{ and } \boxed{2}$", "1,2"), (r"\boxed{7}, \boxed{7}", "7"), ("\\boxed{6}\nNo: \\boxed{7}", "7"),
+    ("Answer: \\[\n5\n\\]", "5"), ("**Final Answer:**\n$$\n5\n$$", "5"), ("Therefore, the answer is:\n\\[\n\\frac{1}{2}.\n\\]\nDone", "1/2"),
+    ("The answer is\n\\begin{align*}\n34\n\\end{align*}", "34"), ("Answer: $$\n5\n$$\nNo: \\boxed{6}", "6"), ("### Final Answer\n\n**5**", "5"),
+    ("**Final Answer**\n\nThe total is \\boxed{5}.", "5"), ("## Answer\n$$5$$\n\n## Note\nfoo", "5"), ("答案\uff1a5", "5"), ("答案是5", "5"), ("Réponse : 5", "5"),
+    ("Antwort: 5", "5"), ("Ответ: 5", "5"), ("*Answer*: 5", "5"), ("__Answer__: 5", "5"), ("`Answer: 5`", "5"), ("<final_answer>5</final_answer>", "5"),
+    ("The correct option is (B).", "B"), ("Answer: **(C)** Paris", "C"), ("answer = 34", "34"),
 ]  # fmt: skip
 
 DIFFERENT_RESPONSES = [  # whole responses
@@ -218,4 +243,6 @@ DIFFERENT_RESPONSES = [  # whole responses
     ("The hens are meal staples for 20 chickens. The chickens have regular deliveries.", "20"),
     ("brothers decide on another brother saying 80 more,\nwhich is an excess", "80"), ("no idea", "34"), ("", "34"),
     (r"\boxed{5} or \boxed{6}", "6"), (r"\boxed{5}, \boxed{6}", "6"), ("<answer>34</answer> or 35", "35"), ("<answer>5 or 6</answer>", "6"),
+    ("Answer: \\[\n5\n\\] and 6", "5"), ("Answer: \\[\n5", "5"), ("### Final Answer\nIt is 7 minus 5", "5"), ("Check the answer\n5 is prime", "5"),
+    ("Answer: (B) because A is wrong", "B"), ("答案\uff1a5\n答案\uff1a6", "5"),
 ]  # fmt: skip
