@@ -144,6 +144,6 @@ def test_hostile_text_takes_no_time():
         " " * 40_000 + "1",
         "1e99999",
     ):
-        start = time.perf_counter()
+        start = time.process_time()
         grade(text, "5")
-        assert time.perf_counter() - start < 2
+        assert time.process_time() - start < 2

@@ -136,9 +136,9 @@ def test_hostile_mathematics_is_refused_or_quick():
         *("(" * 900 + "1" + ")" * 900, "1e9999", "1" + "+1" * 900, "\\frac{1" * 250, "\\boxed{" * 250, "**" * 900, "1 000 " * 300),
     ):  # fmt: skip
         for response, answer in ((f"Answer: {text}", "34"), ("Answer: x+1", text)):
-            start = time.perf_counter()
+            start = time.process_time()
             assert not grade(response, answer).correct
-            assert time.perf_counter() - start < 2, text
+            assert time.process_time() - start < 2, text
 
 
 @pytest.mark.parametrize(
