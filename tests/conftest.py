@@ -42,11 +42,9 @@ os.environ.setdefault("TFDS_DATA_DIR", f"{os.environ['JAX_COMPILATION_CACHE_DIR'
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from jaxtyping import install_import_hook
+from tests import typed
 
-from tests.typed import TYPED
-
-install_import_hook(TYPED, "beartype.beartype")
+typed.install()
 
 import jax
 import pytest

@@ -7,14 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.typed import TYPED
-
 ROOT = Path(__file__).parents[1]
-CHECKED = f"""
-import sys
-from jaxtyping import install_import_hook
-install_import_hook({TYPED!r}, "beartype.beartype")
-"""
+CHECKED = "import sys\nfrom tests import typed\ntyped.install()\n"
 """Before the code of a process: the checks of types that the tests' own process is under. To set them up takes 7 s, so only what trains has them."""
 COMMAND = "import sys\nfrom dapo_jax.cli import main\nsys.exit(main(sys.argv[1:]))"
 

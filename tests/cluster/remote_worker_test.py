@@ -18,9 +18,9 @@ from dapo_jax.workers import EndedError
 from tests.cluster.threads import ThreadCluster
 from tests.environments import worker_environment_test as episodes_of_workers
 from tests.environments.scripted import Scripted
-from tests.rewards.grading_pool_test import HERE, sample, samples
+from tests.rewards.grading_pool_test import HOSTILE, sample, samples
 
-GRADER = f"{HERE}:hostile"
+GRADER = f"{HOSTILE}:hostile"
 
 
 @pytest.fixture
@@ -131,10 +131,10 @@ def test_a_silent_node_is_lost_before_the_time_of_a_long_call_ends(cluster, monk
 
 
 def test_other_versions_and_files_are_refused(cluster):
-    cluster.facts = {"numpy": "1.0", str(HERE): "no such file"}
+    cluster.facts = {"numpy": "1.0", str(HOSTILE): "no such file"}
     with pool(cluster) as grading, pytest.raises(ValueError, match=r"numpy is .* here, but 1.0 there") as why:
         grading.grade([sample("34")])
-    assert f"{HERE} is the digest" in str(why.value)
+    assert f"{HOSTILE} is the digest" in str(why.value)
 
 
 def test_without_a_node_for_it_a_worker_is_an_error_with_what_is_needed(cluster):

@@ -11,31 +11,10 @@ from dapo_jax.commands.score import describe, score
 from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.dapo.tokens import Tokens
-from dapo_jax.rewards import whole_group
 from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
 
-HERE = Path(__file__)
+OWN = Path(__file__).with_name("own_graders.py")
 RESPONSES = ["Answer: 34", "Answer: 34.0", "**Answer: 34**", "Answer: 35"]
-
-
-def long_ones(sample):
-    """A reward function that reads fields of a saved rollout."""
-    assert sample.prompt.row["level"] == 2
-    assert (sample.finish_reason, sample.response_tokens) == ("stop", 3)
-    return len(sample.response) > len("Answer: 34")
-
-
-def brief(sample):
-    """A number of 0 or less: -1 for ten characters."""
-    return -len(sample.response) / 10
-
-
-@whole_group
-def longest(group):
-    """The longest response of a group of four is right; each step has one group."""
-    assert len(group) == 4
-    most = max(len(sample.response) for sample in group)
-    return [len(sample.response) == most for sample in group]
 
 
 @pytest.fixture
@@ -87,14 +66,14 @@ def test_the_description_shows_the_first_disagreements_with_both_reasons(rollout
 
 
 def test_an_own_function_gets_the_row_and_the_tokens(rollouts):
-    own = f"{HERE}:long_ones"
+    own = f"{OWN}:long_ones"
     assert score(rollouts, [own]).accuracy(own) == 0.5
     assert score(rollouts / "step_000001.jsonl", [own], workers=0).accuracy(own) == 0.5
 
 
 def test_numbers_are_shown_as_scores(rollouts):
     """Lengths of -1 to -2: none of them is above 0."""
-    own = f"{HERE}:brief"
+    own = f"{OWN}:brief"
     text = describe(score(rollouts, [own, "math"]))
     first, _, title, _, _, recorded, mine, *_ = text.splitlines()
     lengths = [-len(response) / 10 for response in RESPONSES]
@@ -125,7 +104,7 @@ def test_recorded_scores_are_shown_and_may_be_missing(rollouts):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_whole_group_function_gets_the_responses_of_one_step_and_prompt(rollouts, workers):
-    own = f"{HERE}:longest"
+    own = f"{OWN}:longest"
     verdicts = score(rollouts, [own], workers=workers).verdicts[own]
     assert [verdict.correct for verdict in verdicts] == [False, False, True, False] * 2
 

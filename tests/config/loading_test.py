@@ -350,7 +350,7 @@ def misspellings(draw):
     return schema, key, wrong
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(misspellings())
 def test_a_misspelt_key_never_loads_and_is_answered_with_the_right_one(tmp_path, misspelling):
     schema, key, wrong = misspelling

@@ -99,7 +99,9 @@ def test_two_processes_prepare_at_once_without_tensorflow_and_print_nothing(tmp_
     ("name", "prepared", "digests"),
     [
         ("arithmetic", "mix_00f26ee6", {"train": "ec2def303cb4", "test": "20b4ffb7f656"}),
-        ("chain_sums", "mix_a4dc584d", {"warm_start": "d13a677f3bf4", "train": "a29746da532e", "test": "3c8605615562"}),
+        pytest.param(  # Slow: writes 30,000 responses. tests/data/builders/chain_sums_test.py checks the questions of all splits.
+            "chain_sums", "mix_a4dc584d", {"warm_start": "d13a677f3bf4", "train": "a29746da532e", "test": "3c8605615562"}, marks=pytest.mark.slow,
+        ),
         ("guess_number", "range_9b29ccfe", {"train": "d2b093d5d691", "test": "566cc7d02b33", "demonstrations": "3c37c7def913"}),
         ("one_digit_arithmetic", "seed_0_test_100", {"train": "d6f8e7215375", "test": "22a0ef62f7fd"}),
     ],

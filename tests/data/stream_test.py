@@ -11,7 +11,7 @@ from dapo_jax.text.tokenizers import CharTokenizer
 
 ROWS, EPOCHS = 29, 3  # 29 is a multiple of no number of hosts here
 TOTAL = ROWS * EPOCHS
-POINTS = sorted(random.Random(0).sample(range(1, TOTAL), 50))
+POINTS = sorted(random.Random(0).sample(range(1, TOTAL), 12))
 TOKENIZER = CharTokenizer("0123456789+")
 
 

@@ -249,21 +249,33 @@ def test_with_scores_answers_must_score_more_than_an_empty_response(
     assert remedy in found.remedy
 
 
-def test_only_wrong_responses_are_a_warning(examined, graders, configure, tmp_path):
-    """A model with random weights writes no right sum, in responses as long as the run's. A run that learns from a teacher alone has something to learn from them."""
+@pytest.fixture
+def tagged(graders):
+    """A grader that no response of a model with random weights satisfies, and the form of a right response."""
+    return {"reward__grader": f"{graders}:tagged", "right": "::{answer}::"}
+
+
+def test_only_wrong_responses_are_a_warning(examined, graders, tagged):
+    """A model with random weights writes no right sum, in responses as long as the run's."""
     grader = {"reward__grader": f"{graders}:tagged"}
     found = examined(quick=True, **grader)["grader"]
     assert found.state == "failed"
     assert "--right" in found.remedy
-    grader["right"] = "::{answer}::"
-    results = examined(**grader)
+    results = examined(**tagged)
     assert results["grader"].state == "ok"
     found = results["grade"]
     assert (found.state, found.message.partition(",")[0]) == ("warning", "0 of 8 are correct")
     assert "dapo-jax sft" in found.remedy
+
+
+# Slow: compiles a step with a teacher. tests/run/teacher_setup_test.py has runs without rewards.
+@pytest.mark.slow
+def test_a_run_that_learns_from_a_teacher_alone_may_have_only_wrong_responses(
+    examined, tagged, configure, tmp_path
+):
     policy = find_policy(configure().model.source)
     replace(policy, params=jax.tree.map(lambda leaf: 0.5 * leaf, policy.params)).save(tmp_path / "teacher")
-    found = examined(teacher__source=tmp_path / "teacher", dynamic_sampling__enabled=False, **grader)["grade"]
+    found = examined(teacher__source=tmp_path / "teacher", dynamic_sampling__enabled=False, **tagged)["grade"]
     assert (found.state, found.message.partition(",")[0], found.remedy) == ("ok", "0 of 8 are correct", "")
 
 

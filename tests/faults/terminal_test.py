@@ -22,6 +22,8 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+# Slow: a whole process. tests/terminal_test.py closes the readers of a process that only prints.
+@pytest.mark.slow
 def test_a_reader_that_leaves_does_not_end_it(tmp_path):
     run = make_run(tmp_path, steps=2, eval_every=2)
     process = run.start(stderr=subprocess.PIPE)

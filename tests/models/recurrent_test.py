@@ -105,7 +105,10 @@ def sequences(ids, prefix):
 
 
 @pytest.mark.parametrize("strong", [False, True])
-@pytest.mark.parametrize("chunk", [1, 7, 64, 256])
+# Slow: each size compiles another program. The tests below have chunks of 64, and 7 does not divide the tokens.
+@pytest.mark.parametrize(
+    "chunk", [7, 256, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 64))]
+)
 @KINDS
 def test_chunks_of_any_size_are_the_recurrence_over_2000_tokens(kind, chunk, strong):
     """1e-5 in float32. In Gated DeltaNet, outputs are at most about 3, and a chunk adds up to 256 terms of rounding error 6e-8. In Mamba-2, outputs are up to 29.
@@ -141,7 +144,8 @@ def test_one_token_at_a_time_is_the_recurrence_and_slots_that_are_not_live_keep_
     assert not any(np.any(leaf[1]) for leaf in jax.tree.leaves(end))
 
 
-@pytest.mark.parametrize("chunk", [5, 64])
+# Slow: compiles another program. The gradients below have chunks of 64.
+@pytest.mark.parametrize("chunk", [5, pytest.param(64, marks=pytest.mark.slow)])
 @KINDS
 def test_responses_in_a_row_continue_the_state_of_their_prompt(kind, chunk):
     ids, prefix = packed()
@@ -152,10 +156,10 @@ def test_responses_in_a_row_continue_the_state_of_their_prompt(kind, chunk):
         np.testing.assert_allclose(out[..., columns[-last:]], expected[..., -last:], rtol=0, atol=1e-5, err_msg=str(own))  # fmt: skip
 
 
+@partial(jax.jit, static_argnames=("kind", "chunk"))
 def shared(kind, mixed, ids, prefix, chunk=64):
-    places = ancestors(jnp.asarray(ids), jnp.asarray(prefix), TAPS - 1)
-    run = jax.jit(lambda mixed: over_rows(kind, mixed, jnp.asarray(ids), jnp.asarray(prefix), places=places, chunk=chunk)[0])  # fmt: skip
-    return np.asarray(run(mixed))
+    places = ancestors(ids, prefix, TAPS - 1)
+    return over_rows(kind, mixed, ids, prefix, places=places, chunk=chunk)[0]
 
 
 @KINDS

@@ -1,10 +1,7 @@
 """The grading pool: right and in order, whatever single calls do to their workers."""
 
-import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import closing
 from functools import partial
@@ -12,79 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.grading_pool import GradingPool
 from tests.rewards import samples
 
-HERE = Path(__file__)
+HOSTILE = Path(__file__).with_name("hostile.py")
 TIMEOUT_S = 1.5
 
 sample, samples = partial(samples.sample, answer="34"), partial(samples.samples, answer="34")
 
 
-def hostile(sample):
-    """A reward function that does what its response names; runs in a worker."""
-    match sample.response:
-        case "hang":
-            time.sleep(600)
-        case "eat":
-            return len(bytearray(1 << 40)) > 0
-        case "eat slowly":
-            kept = []
-            while True:
-                kept.append(bytearray(1 << 24))
-        case "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "interrupt":
-            os.kill(os.getpid(), signal.SIGINT)
-        case "exit":
-            os._exit(3)
-        case "start":
-            started = subprocess.Popen(["sleep", "600"])
-            Path(sample.answer).write_text(str(started.pid))
-            time.sleep(600)
-        case "raise":
-            raise ZeroDivisionError("by hand")
-        case "print":
-            print("a line on the standard output")
-        case "fork":
-            os.fork()  # the child comes back from here as well
-        case "leave soon":
-            threading.Timer(0.1, os._exit, [9]).start()
-        case "slow":
-            time.sleep(0.4)
-        case "count and die":
-            with open(sample.answer, "a") as file:
-                file.write("asked\n")
-            os._exit(3)
-        case "close its input":
-            sys.stdin.close()
-        case "read its input":
-            return subprocess.run(["cat"], capture_output=True, check=True, timeout=5).stdout == b""
-        case "spin":
-            Path(sample.answer).write_text(str(os.getpid()))
-            while True:
-                pass
-    return sample.response == sample.answer
-
-
-def half_die(sample):
-    if int(sample.response) % 2:
-        os._exit(7)
-    return True
-
-
-@whole_group
-def hostile_group(group):
-    """Does what one of the responses names; otherwise the longest response is right."""
-    for one in group:
-        hostile(one)
-    most = max(len(one.response) for one in group)
-    return [len(one.response) == most for one in group]
-
-
-def pool(grader=f"{HERE}:hostile", *, workers=1, timeout_s=TIMEOUT_S, memory_mb=128, **how):
+def pool(grader=f"{HOSTILE}:hostile", *, workers=1, timeout_s=TIMEOUT_S, memory_mb=128, **how):
     return closing(GradingPool(grader, workers=workers, timeout_s=timeout_s, memory_mb=memory_mb, **how))
 
 
@@ -130,7 +65,7 @@ def test_a_worker_continues_or_is_replaced_after_each_kind_of_accident():
 
 def test_a_grader_that_ends_its_process_again_and_again_is_an_error(capfd):
     """The first two deaths are reported, the third is an error: 3 of at most 6 calls is more than 1 in 100."""
-    with pool(f"{HERE}:half_die") as graders:
+    with pool(f"{HOSTILE}:half_die") as graders:
         futures = [graders.submit([sample(str(number))]) for number in range(1, 8)]
         assert [future.result()[0].lost for future in futures[:4]] == ["died", "", "died", ""]
         with pytest.raises(RewardError, match=r"half_die: .* 3 times in 5 calls.*exit status 7"):
@@ -173,7 +108,7 @@ def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays():
 def test_a_busy_worker_ends_with_a_trainer_that_is_killed(tmp_path):
     graded = f'pool(timeout_s=600.0).thing.grade([sample("spin", answer={str(tmp_path / "pid")!r})])'
     program = f"from tests.rewards.grading_pool_test import pool, sample; {graded}"
-    trainer = subprocess.Popen([sys.executable, "-c", program], cwd=HERE.parents[2])
+    trainer = subprocess.Popen([sys.executable, "-c", program], cwd=HOSTILE.parents[2])
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -221,7 +156,7 @@ def test_modules_of_the_current_folder_shadow_no_module_of_python_or_this_packag
 
 
 def test_a_whole_group_is_one_call_and_lost_as_one():
-    with pool(f"{HERE}:hostile_group", workers=2, whole_group=True, timeout_s=1.0) as graders:
+    with pool(f"{HOSTILE}:hostile_group", workers=2, whole_group=True, timeout_s=1.0) as graders:
         groups = [["1", "22", "333"], ["1", "hang", "2"], ["die", "1"], ["4444", "1"]]
         futures = [graders.submit(samples(*group)) for group in groups]
         verdicts = [[(each.correct, each.lost) for each in future.result()] for future in futures]

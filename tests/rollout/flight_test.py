@@ -137,7 +137,7 @@ def test_no_prompt_is_trained_on_twice_and_none_is_lost(flying, run_micro, even_
         graded[sample.prompt.ordinal] += 1
         return even_sum(sample)
 
-    result = run_micro(flying(workers__count=0), reward=grade)
+    result = run_micro(flying(workers__count=0, steps=3), reward=grade)
     assert set(graded.values()) == {4}
     judged = sum(line["rollout/prompts"] for line in result.metrics)
     assert 0 <= len(graded) - judged <= 4, "a graded group has its verdict, or it is due a round later"

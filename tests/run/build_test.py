@@ -34,14 +34,18 @@ def test_a_minibatch_with_nothing_left_is_no_update(micro, rows):
     assert batches.minibatches([cut], 1) == []
 
 
+FEW = {"data__train_split": "train[:64]"}
+"""All prompts of a split are measured, which takes seconds for thousands."""
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"reward__grader": "exakt"}, "exakt"),
         ({"data__source": "jsonl", "data__path": "/missing.jsonl"}, r"data\.source='jsonl'.*/missing\.jsonl"),
         ({"data__train_split": "train[5:5]"}, r"'train\[5:5\]'.* 1,000 and 7,100 rows"),
-        ({"data__eval_split": "test[5:5]"}, r"'test\[5:5\]'.* 1,000 and 7,100 rows"),
-        ({"eval__datasets": [{"source": "jsonl", "path": "/held_out.jsonl"}]}, r"/held_out\.jsonl"),
+        ({"data__eval_split": "test[5:5]", **FEW}, r"'test\[5:5\]'.* 1,000 and 7,100 rows"),
+        ({"eval__datasets": [{"source": "jsonl", "path": "/held_out.jsonl"}], **FEW}, r"/held_out\.jsonl"),
     ],
 )
 def test_the_grader_and_the_data_are_checked_before_the_weights(

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,50 +12,14 @@ from dapo_jax.commands import inference
 from dapo_jax.config import ConfigError, EvaluateConfig, RewardConfig
 from dapo_jax.config.reward_schema import GRADER_WORKERS
 from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.rewards import Sample, whole_group
+from dapo_jax.rewards import Sample
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.grading_pool import GradingPool
 from dapo_jax.run import build, grader_setup, learner
 from dapo_jax.run.grader_setup import check_graders, submit_of, weighted
+from tests.run.graders import brevity, judge, sum_of_fours
 
-HERE = Path(__file__)
-
-
-def sum_of_fours(sample):
-    """Right for about a quarter of the responses, so that a third of the groups of four is flat."""
-    return int(sample.tokens.sum()) % 4 == 0
-
-
-def late_sum_of_fours(sample):
-    """The same, after the sampler has run out of work."""
-    time.sleep(0.05)
-    return sum_of_fours(sample)
-
-
-async def awaited_sum_of_fours(sample):
-    await asyncio.sleep(0.05)
-    return sum_of_fours(sample)
-
-
-def brevity(sample):
-    return 1.0 / len(sample.response)
-
-
-@whole_group
-def shortest(group):
-    least = min(len(sample.response) for sample in group)
-    return [len(sample.response) == least for sample in group]
-
-
-def longer_than_the_mean(prompts, completions, **kwargs):
-    """As TRL calls it: all completions to one prompt at once."""
-    mean = sum(len(completion) for completion in completions) / len(completions)
-    return [len(completion) - mean for completion in completions]
-
-
-async def judge(sample):
-    await asyncio.sleep(0.01)
-    return 10.0 * len(sample.response)
+GRADERS = Path(__file__).with_name("graders.py")
 
 
 def samples(*responses):
@@ -82,7 +45,7 @@ def in_workers(submit, close):
 
 
 def test_workers_grade_where_they_are_needed_only():
-    own = RewardConfig(grader=f"{HERE}:brevity")
+    own = RewardConfig(grader=f"{GRADERS}:brevity")
     for here in (RewardConfig(), RewardConfig(grader="reasoning_gym")):
         assert not in_workers(*submit_of(here))
     assert not in_workers(*submit_of(own, workers=GRADER_WORKERS._replace(count=0)))
@@ -98,9 +61,9 @@ def test_graders_of_every_kind_are_summed_by_weight():
     config = RewardConfig(
         grader=[
             {"grader": "exact"},
-            {"grader": f"{HERE}:brevity", "weight": 0.5},
-            {"grader": f"{HERE}:shortest", "weight": 2},
-            {"grader": f"{HERE}:judge", "weight": -0.1},
+            {"grader": f"{GRADERS}:brevity", "weight": 0.5},
+            {"grader": f"{GRADERS}:shortest", "weight": 2},
+            {"grader": f"{GRADERS}:judge", "weight": -0.1},
         ]
     )
     before = set(threading.enumerate())
@@ -115,7 +78,7 @@ def test_graders_of_every_kind_are_summed_by_weight():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_function_for_trl_compares_the_responses_of_a_group(workers):
     """Lengths 2, 4 and 3: the mean is 3."""
-    config = RewardConfig(grader=f"trl:{HERE}:longer_than_the_mean")
+    config = RewardConfig(grader=f"trl:{GRADERS}:longer_than_the_mean")
     scores = [verdict.score for verdict in graded(config, "=2", "=002", "=02", count=workers)]
     assert scores == [-1.0, 1.0, 0.0]
 
@@ -128,7 +91,7 @@ def test_one_listed_grader_is_a_sum_of_one_and_the_grader_alone_is_a_plain_verdi
 
 
 def test_functions_and_names_with_weights_are_summed_from_python_too():
-    config = RewardConfig(grader=f"{HERE}:brevity", correct=2.0)
+    config = RewardConfig(grader=f"{GRADERS}:brevity", correct=2.0)
     pairs = [("exact", 1.0), (lambda sample: len(sample.response), -0.5), (judge, 1)]
     [verdict] = graded(config, "=2", reward=pairs)
     assert verdict.score == 2.0 - 1.0 + 20.0
@@ -175,7 +138,11 @@ def test_a_misspelt_name_in_a_weighted_list_is_named_with_its_place():
 
 def test_a_listed_grader_that_cannot_be_loaded_is_named_and_nothing_was_started():
     before = threading.active_count()
-    listed = [{"grader": f"{HERE}:brevity"}, {"grader": f"{HERE}:judge"}, {"grader": f"{HERE}:jugde"}]
+    listed = [
+        {"grader": f"{GRADERS}:brevity"},
+        {"grader": f"{GRADERS}:judge"},
+        {"grader": f"{GRADERS}:jugde"},
+    ]
     with pytest.raises(
         ConfigError, match=r"reward\.grader\[2\]\.grader: .* has no 'jugde'; did you mean 'judge'"
     ):
@@ -210,7 +177,7 @@ def test_a_run_whose_verdicts_come_late_is_the_run_graded_at_once(late, micro, r
     waves = {"dynamic_sampling__prompts_per_wave": 2}
     here = run_micro(micro(**waves), reward=sum_of_fours)
     assert max(line["rollout/waves"] for line in here.metrics) > 1
-    config = micro(reward__grader=f"{HERE}:{late}", workers__count=2, **waves)
+    config = micro(reward__grader=f"{GRADERS}:{late}", workers__count=2, **waves)
     same_run(run_micro(config, reward=None), here)
 
 
@@ -229,7 +196,7 @@ def test_a_run_with_several_graders_logs_the_parts_and_filters_by_the_first(micr
 @pytest.mark.parametrize(
     ("grader", "message"),
     [
-        (f"{HERE}:late_sum", r"has no 'late_sum'; did you mean 'late_sum_of_fours'"),
+        (f"{GRADERS}:late_sum", r"has no 'late_sum'; did you mean 'late_sum_of_fours'"),
         ("no/such/rewards.py:right", "there is no file no/such/rewards.py"),
         ("mth", "no grader is named 'mth'; did you mean 'math'"),
     ],

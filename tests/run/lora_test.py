@@ -33,11 +33,12 @@ from dapo_jax.text.tokenizers import load_tokenizer, save_tokenizer
 
 @pytest.fixture(scope="module")
 def adapting(micro):
-    """Makes configurations of two steps with adapters of rank 2, whose tokens are all on-policy, and a checkpoint at every step."""
+    """Makes configurations of two steps with adapters of rank 2, one update per step, a KL penalty, and a checkpoint at every step."""
 
     def make(run_dir=None, **changes):
         lora = LoraConfig(rank=2, alpha=8.0)
         fixed = {"lora": lora, "dynamic_sampling__surplus": "discard", "optimizer__epsilon": 0.1}
+        fixed |= {"loss__kl_coef": 0.1, "batch__groups_per_update": 2}
         saved = {"steps": 2, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
         return micro(run_dir, **{**fixed, **saved, **changes})
 
@@ -141,10 +142,9 @@ def test_another_mesh_continues_with_the_adapters(adapting, run_micro, rows, ada
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-4)
 
 
-def test_the_reference_policy_is_the_base(adapting, run_micro):
+def test_the_reference_policy_is_the_base(adapted):
     """The KL to it is 0 at the first update and positive later."""
-    lines = run_micro(adapting(loss__kl_coef=0.1, batch__groups_per_update=2, steps=2)).metrics
-    first, second = lines[-2:]
+    first, second = adapted[0].metrics[-2:]
     assert first["policy/kl_ref_k3"] == pytest.approx(0.0, abs=1e-9)
     assert second["policy/kl_ref_k3"] > 1e-6
 
@@ -266,6 +266,7 @@ def test_a_run_that_starts_from_an_adapter_says_that_its_reference_is_the_base(
             ]
         finally:
             run.close()
-    run = Run(adapting(model__source=folder, **layout), prompts=rows, reward=lambda sample: 0.0)
+    config = adapting(model__source=folder, loss__kl_coef=0.0, **layout)
+    run = Run(config, prompts=rows, reward=lambda sample: 0.0)
     assert not [note for note in run.notes if "reference" in note]
     run.close()

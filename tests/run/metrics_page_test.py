@@ -85,8 +85,16 @@ def logged(micro, run_micro, rows, even_sum, model, moe_model):
     return {general(name) for result in results for line in result.metrics for name in line} - {"step"}
 
 
+# Slow: two runs with programs of their own. The test below has the metrics of a plain run.
+@pytest.mark.slow
 def test_each_logged_metric_is_explained_once(logged):
     assert sorted(explained()) == sorted(logged | ACCELERATORS | JUDGES | CODE)
+
+
+def test_the_metrics_of_a_plain_run_are_explained(finished):
+    names = {general(name) for line in finished.metrics for name in line} - {"step"}
+    assert names <= set(explained())
+    assert len(names) > 50
 
 
 def test_every_watchdog_has_its_row_with_its_metrics():

@@ -106,9 +106,8 @@ def reading(distilling, monkeypatch):
     return make
 
 
-def test_saved_responses_are_trained_on_in_the_order_of_the_file(trained, saved, reading, run_micro):
-    """Neither the sampler nor a grader is called. A run in two parts is equal bit for bit. The divergence at the first four responses is, with the four others, the
-    divergence of the run that sampled them: both are means over tokens at the same weights."""
+def test_saved_responses_are_trained_on_in_the_order_of_the_file(saved, reading, run_micro):
+    """Neither the sampler nor a grader is called. A run in two parts is equal bit for bit."""
     found = run_micro(reading(), prompts=saved, reward=never)
     for step in (1, 2):
         logged = read_rollouts(found.run_dir / "rollouts" / f"step_{step:06d}.jsonl")
@@ -121,6 +120,14 @@ def test_saved_responses_are_trained_on_in_the_order_of_the_file(trained, saved,
     run_micro(part, prompts=saved, reward=never)
     again = run_micro(reading(part.run_dir), prompts=saved, reward=never, resume=True)
     assert_equal_weights(again, found)
+
+
+# Slow: two more runs. The test above compares the tokens and log-probabilities that the update gets.
+@pytest.mark.slow
+def test_the_divergence_at_saved_responses_is_that_of_the_run_that_sampled_them(
+    trained, saved, reading, run_micro
+):
+    """Two runs train on four responses each. Both divergences are means over tokens at the same weights."""
     halves = [run_micro(reading(steps=1), prompts=half, reward=never) for half in (saved[:4], saved[4:])]
     counts = [sum(row["response_tokens"] for row in half) for half in (saved[:4], saved[4:])]
     mean = np.average([half.metrics[0]["teacher/reverse_kl"] for half in halves], weights=counts)

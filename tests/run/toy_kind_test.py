@@ -163,6 +163,8 @@ def test_a_run_resumes_bit_for_bit(toy, resumed_at_each_step, flown, same_run):
     same_run(resumed_at_each_step(toy, STEPS, **FLIGHT), flown)
 
 
+# Slow: another run. tests/models/joined_test.py and tests/sampling/continuous_batching_test.py have 8-bit weights.
+@pytest.mark.slow
 def test_the_sampler_quantizes_its_matrices(toy, run_micro, rows):
     int8 = {"loss__importance_range": [0.0, 2.0], "sampling__weight_dtype": "int8"}
     [line] = run_micro(toy(steps=1, **int8), eval_rows=rows).metrics[1:]

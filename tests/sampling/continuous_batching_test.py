@@ -216,6 +216,8 @@ def test_batch_invariant_sampling_with_recurrent_states_changes_no_bit():
     assert_same(found, invariant_baseline(config), logprob_tolerance=0)
 
 
+# Slow: compiles another sampler.
+@pytest.mark.slow
 def test_other_slots_change_bits_unless_sampling_is_batch_invariant():
     """Or the test above would show nothing."""
     few, many = (all_of(sample(engine_of(slots, 8), prompts(0, 1, 2, 3, 4))) for slots in (8, 64))
@@ -268,12 +270,10 @@ def test_a_response_does_not_depend_on_the_group_size():
 )
 def test_nothing_of_a_slots_previous_owner_reaches_the_next(cache, monkeypatch):
     """Neither NaN in all free pages and slots nor a long response before a short prompt: not a bit of any response changes."""
-    engine = engine_of(16, 8, **cache)
+    engine = engine_of(4, 8, **cache)
     clean, state = sample(engine, prompts(0, 1, 2, 3, 4)), engine.init_decode_state()
     # Prompt 0 has one token; prompts 2 and 5 have seven and eight, and their responses were there before it.
-    lone, later = (
-        sample(engine_of(4, 8, **cache), prompts(*order), at_once=1)[0] for order in ([0], [2, 5, 0])
-    )
+    lone, later = (sample(engine, prompts(*order), at_once=1)[0] for order in ([0], [2, 5, 0]))
     assert_same({0: later}, {0: lone}, logprob_tolerance=0)
     layers, logits = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), (state.layers, state.logits))
     poisoned = replace(state, layers=layers, logits=logits, lengths=state.lengths + engine.capacity - 1)

@@ -154,7 +154,7 @@ def examples_of(sampled):
 
 @functools.cache
 def updater_of(replays=True, mesh=None, **how):
-    how["layout"] = layout_of(mesh or one_device())
+    how = {"remat": "dots", "layout": layout_of(mesh or one_device())} | how
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), **how)))
     options = UpdateOptions(
         logprob_chunk_vocab=100,
@@ -224,7 +224,7 @@ def test_records_are_the_trainers_choices(how):
     """Groups share a prefill. With 48 cached tokens in pages of 4, responses are preempted; prompts of up to 8 tokens take two chunks."""
     sampled = sampled_by(engine_of(8, **how), 0, 1, 2, 3, 4)
     assert_recorded(sampled)
-    metrics = assert_the_trainers(sampled, remat="dots")
+    metrics = assert_the_trainers(sampled)
     # Six responses to a prompt share its tokens in a row, and the last token of each has no record.
     tokens = [len(prompt.tokens) for prompt in prompts(0, 1, 2, 3, 4)]
     total = sum(tokens) + sum(len(response.tokens) for response in all_of(sampled))
@@ -276,8 +276,10 @@ def altered(row, seed=0):
     return replace(row, response=Tokens(**values))
 
 
-# Slow: compiles another update. `test_records_are_the_trainers_choices` rematerializes, too.
-@pytest.mark.parametrize("how", [{}, pytest.param({"remat": "full"}, marks=pytest.mark.slow)])
+# Slow: compile other updates.
+@pytest.mark.parametrize(
+    "how", [{}, *(pytest.param({"remat": remat}, marks=pytest.mark.slow) for remat in ("none", "full"))]
+)
 def test_altered_records_are_used_in_scoring_and_in_the_update(how):
     """As a direct call of the decoder for each response alone does, to 2e-5."""
     sampled = sampled_by(engine_of(8), 0, 1, 2, 3, 4)
@@ -315,10 +317,10 @@ def test_a_mesh_uses_the_same_records():
 
 
 def rounds_of(seed, **how):
+    engine = engine_of(4, 4, in_flight=12, page_tokens=4, has_turns=True)
     return RoundSampler(
-        engine_of(4, 4, in_flight=12, page_tokens=4, **how.pop("engine", {})), weights_of(seed), key=KEY,
-        decoding=decoding(), max_response_tokens=LIMIT, **how,
-    )  # fmt: skip
+        engine, weights_of(seed), key=KEY, decoding=decoding(), max_response_tokens=LIMIT, **how
+    )
 
 
 def test_responses_in_flight_keep_their_records_when_the_weights_change():
@@ -359,7 +361,7 @@ def test_other_processes_get_the_records_of_a_round():
         Collector(clock=VirtualClock(sizes), ready={}, prompt_at=asked.__getitem__, limits=limits)
         for _ in range(2)
     )
-    sampler = rounds_of(0, limits=limits, engine={"has_turns": True})
+    sampler = rounds_of(0, limits=limits)
     for collector in (here, there):
         collector.start()
     seen = {one: [] for one in here.responses}

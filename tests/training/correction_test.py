@@ -254,11 +254,11 @@ def test_the_cases_are_not_trivial():
 @pytest.mark.parametrize(
     "kl", [pytest.param(0.0, id="no KL"), pytest.param(KL, id="KL", marks=pytest.mark.slow)]
 )
-# Slow: compiles two updates each. "keep_responses" drops tokens as "mask" does, and tests/training/episodes_test.py has the
+# Slow: compiles two updates each. "keep_responses" drops tokens as "mask" does, tests/training/teacher_test.py truncates, and tests/training/episodes_test.py has the
 # sampler's log-probabilities as the old ones, as "bypass" does; tests/dapo/corrections_test.py compares all weights with the oracle.
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("mask", "bypass") else []) for name in CASES],
+    [pytest.param(name, marks=[] if name == "keep_responses" else pytest.mark.slow) for name in CASES],
 )
 def test_the_corrected_gradient_equals_the_formulas(case, kl):
     gradients, scalars = measured(case, kl=kl)

@@ -4,6 +4,7 @@ The oracle is the Llama of `correction_test`, with one turn per row. The library
 """
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,9 @@ from tests.training.correction_test import (
     one_device,
 )
 
+LONGEST = 48
+"""A bound on the tokens of a turn and its context."""
+
 
 def episode(rng, prompt, *, fresh=0.0):
     """Returns an episode with two to four turns of one to four tokens, and up to two tokens of the environment before each turn and after the last.
@@ -58,8 +62,9 @@ def episode(rng, prompt, *, fresh=0.0):
     # Log-probabilities of an older policy; the sampler records 0 for tokens of the environment.
     recorded = np.zeros(len(tokens), np.float32)
     for first, stop, context in with_context(prompt.tokens, tokens, turns, contexts):
-        whole = np.concatenate([context, tokens[first:stop]])[None]
-        recorded[first:stop] = exact_logprobs(OLDER[0], whole)[0, len(context) :]
+        whole = np.zeros((1, LONGEST), np.int32)  # of one width, so that one program computes all
+        whole[0, : len(context) + stop - first] = [*context, *tokens[first:stop]]
+        recorded[first:stop] = exact_logprobs(OLDER[0], whole)[0, len(context) :][: stop - first]
     response = Response(
         record=Tokens(tokens, logprobs=recorded),
         finish_reason="stop",
@@ -77,6 +82,7 @@ def with_context(prompt, tokens, turns, contexts):
         yield first, stop, tokens[fresh[-1] : first] if fresh else np.concatenate([prompt, tokens[:first]])
 
 
+@cache
 def groups(seed, fresh=0.0):
     rng, found = np.random.default_rng(seed), []
     for ordinal in range(5):
@@ -102,13 +108,17 @@ def packed(given, *, by_turn=False):
     return pack(examples, example_weights(examples), row_tokens=64, rows_per_microbatch=2)
 
 
+@cache
+def updater_of(mesh):
+    options = UpdateOptions(logprob_chunk_vocab=8, old_logprobs="sampler")
+    graph = graph_of(CONFIG, layout=layout_of(mesh, attention="xla"))
+    return Updater(graph, PARAMS, KEEP_GRADIENT, mesh, options=options)
+
+
 def gradient(minibatch):
     """Returns the library's gradient of a minibatch, with the sampler's log-probabilities as the old ones, so that some ratios are clipped."""
-    options = UpdateOptions(logprob_chunk_vocab=8, old_logprobs="sampler")
     mesh = one_device()
-    graph = graph_of(CONFIG, layout=layout_of(mesh, attention="xla"))
-    updater = Updater(graph, PARAMS, KEEP_GRADIENT, mesh, options=options)
-    state = init_state(PARAMS, KEEP_GRADIENT, mesh)
+    updater, state = updater_of(mesh), init_state(PARAMS, KEEP_GRADIENT, mesh)
     [prepared] = updater.prepare(state, [minibatch])
     state, _ = updater.update(state, prepared, learning_rate=1.0, first=True)
     return in_float64(state.opt_state.trace)

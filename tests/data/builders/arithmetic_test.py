@@ -42,6 +42,7 @@ def test_response_cut_off_before_its_answer_never_ends_in_the_answer():
         assert all(response[:cut].rpartition("=")[2] != str(left + right) for cut in range(len(response)))
 
 
-def test_rows_on_disk_are_the_generated_ones_in_order(data_dir):
-    for split, rows in arithmetic.Builder(data_dir=data_dir).splits().items():
-        assert [*load_rows("arithmetic", split, data_dir)] == [*rows]
+@pytest.mark.parametrize("split", ["test", pytest.param("train", marks=pytest.mark.slow)])
+def test_rows_on_disk_are_the_generated_ones_in_order(split, data_dir):
+    rows = arithmetic.Builder(data_dir=data_dir).splits()[split]
+    assert [*load_rows("arithmetic", split, data_dir)] == [*rows]
