@@ -239,7 +239,15 @@ def as_on_accelerators(monkeypatch):
 
 @pytest.mark.parametrize(
     ("vocab", "chunk_vocab"),
-    [(1, 64), (100, 64), (128, 64), (259, 128), (400, 300), (1024, 256), (1100, 512)],
+    # Slow: compile two programs each. The quick cases have chunks that overlap, and a vocabulary in one part of a chunk.
+    [
+        (100, 64),
+        (259, 128),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in ((1, 64), (128, 64), (400, 300), (1024, 256), (1100, 512))
+        ),
+    ],
 )
 def test_chunks_of_accelerators_have_the_oracle_s_values_and_gradients(
     x64, as_on_accelerators, vocab, chunk_vocab

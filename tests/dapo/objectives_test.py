@@ -270,8 +270,9 @@ def size_of(row, seed):
     return np.nansum(arrays["weights"] * abs(arrays["advantages"]) * np.maximum(1.0, abs(arrays["logprobs"])))
 
 
+# Slow: the same formulas with other numbers.
 @pytest.mark.parametrize("row", TABLE, ids=NAMES)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", ["s0", pytest.param("s1", marks=pytest.mark.slow)])
 def test_loss_and_gradient_equal_the_other_library_s(row, seed):
     expected_loss, expected = (FIXTURES[f"{seed}/loss/{row.key}/{name}"] for name in ("loss", "grad"))
     for dtype in (np.float64, np.float32):
@@ -467,7 +468,10 @@ def test_a_token_without_an_advantage_counts_as_unchanged_in_gmpo():
     assert (float(value), np.abs(gradient).max()) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("objective", ["gspo", "vespo", "gmpo"])
+# Slow: compile two gradients each. The three objectives take sums along responses by the same functions.
+@pytest.mark.parametrize(
+    "objective", ["gmpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gspo", "vespo"))]
+)
 def test_rows_split_over_devices_give_the_same_gradient(objective):
     """With `context`, a response is on several devices. `tests/parallel/training_layout_test.py` runs whole updates."""
     rng = np.random.default_rng(0)

@@ -45,14 +45,13 @@ def fetched(bucket, place):
     )
 
 
-AXES = [
-    {"fsdp": 8},
-    {"fsdp": 4, "tensor": 2},
-    {"data": 2, "fsdp": 2, "context": 2},
-]
+AXES = [{"fsdp": 4, "tensor": 2}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "context": 2}]
 
 
-@pytest.mark.parametrize("axes", AXES, ids=str)
+# Slow: other meshes. The first one splits rows and columns.
+@pytest.mark.parametrize(
+    "axes", [AXES[0], *(pytest.param(axes, marks=pytest.mark.slow) for axes in AXES[1:])], ids=str
+)
 def test_a_model_in_a_bucket_is_the_one_on_a_disk_and_is_fetched_once(axes, folder, bucket):
     """If each device read for itself, it would fetch all rows of a matrix with split columns."""
     bucket.store(folder, "gs://bucket/model")
@@ -81,7 +80,7 @@ def test_a_padded_vocabulary_is_the_same_from_a_bucket(bucket, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, local)
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_any_stored_dtype_gives_the_weights_of_a_disk(stored, bucket, tmp_path):
     save_model(tmp_path, CONFIG, tiny_params(CONFIG), dtype=stored)
     bucket.store(tmp_path, "gs://bucket/model")

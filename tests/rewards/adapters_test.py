@@ -1,6 +1,5 @@
 """Reward functions of other trainers: called as there, and their results read as there."""
 
-import asyncio
 import warnings
 from contextlib import closing
 from pathlib import Path
@@ -20,65 +19,12 @@ from dapo_jax.run.grader_setup import submit_of
 from dapo_jax.text.tokenizers import ByteTokenizer
 from tests.rewards.samples import sample, samples
 
-HERE = Path(__file__)
+FUNCTIONS = Path(__file__).with_name("other_trainers.py")
 TOKENIZER = ByteTokenizer()
 
 
-def length_reward(completions, **kwargs):
-    """As in TRL's documentation: reads nothing but the completions."""
-    return [float(len(completion)) for completion in completions]
-
-
-def conversational_reward(prompts, completions, completion_ids, **kwargs):
-    [[message]], [ids] = completions, completion_ids
-    assert prompts[0][-1]["role"] == "user"
-    assert message["role"] == "assistant"
-    return [1.0 if message["content"] == "42" and ids == [3, 4, 5] else -1.0]
-
-
-def against_the_group(prompts, completions, answer, completion_ids, level, **kwargs):
-    """Compares the responses with each other, which lists of one would not allow."""
-    assert prompts == ["6*7"] * 3
-    assert (answer, level) == (["42"] * 3, [5] * 3)
-    assert completion_ids == [[3, 4, 5]] * 3
-    mean = sum(len(completion) for completion in completions) / len(completions)
-    return [mean - len(completion) for completion in completions]
-
-
-def for_short_ones(completions, trainer_state, log_extra, log_metric):
-    """TRL's keyword arguments, without the row's fields. None: the function does not apply to long responses."""
-    log_metric("characters", sum(map(len, completions)))
-    log_metric("characters", 0)  # a metric is the mean of its values
-    log_extra("length", [len(completion) for completion in completions])
-    log_extra("upper", [completion.upper() for completion in completions])
-    step = trainer_state.global_step
-    return [step + len(completion) if len(completion) < 4 else None for completion in completions]
-
-
-def for_none(completions, **kwargs):
-    assert {"trainer_state", "log_extra", "log_metric"} <= set(kwargs)
-    return [None] * len(completions)
-
-
-async def awaited_lengths(completions, **kwargs):
-    await asyncio.sleep(0)
-    return [float(len(completion)) for completion in completions]
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """As verl's own: a mapping with score, acc and pred."""
-    assert (data_source, extra_info) == ("math_dapo", {"index": 5})
-    right = solution_str == ground_truth
-    return {"score": 1.0 if right else -1.0, "acc": right, "pred": solution_str}
-
-
-async def compute_awaited(data_source, solution_str, ground_truth, extra_info=None):
-    await asyncio.sleep(0)
-    return {"score": 0.5, "acc": solution_str == ground_truth}
-
-
 def graded(kind, name, *responses, row):
-    return grade_function(f"{kind}:{HERE}:{name}")(samples(*responses, row=row))
+    return grade_function(f"{kind}:{FUNCTIONS}:{name}")(samples(*responses, row=row))
 
 
 def test_a_trl_function_is_called_once_with_the_whole_group():
@@ -94,8 +40,8 @@ def test_async_functions_of_other_trainers_are_awaited():
             verdicts = loop.submit(load_reward(spec), samples("42", "four")).result()
             return [(verdict.correct, verdict.score) for verdict in verdicts]
 
-        assert graded_there(f"trl:{HERE}:awaited_lengths") == [(True, 2.0), (True, 4.0)]
-        assert graded_there(f"verl:{HERE}:compute_awaited") == [(True, 0.5), (False, 0.5)]
+        assert graded_there(f"trl:{FUNCTIONS}:awaited_lengths") == [(True, 2.0), (True, 4.0)]
+        assert graded_there(f"verl:{FUNCTIONS}:compute_awaited") == [(True, 0.5), (False, 0.5)]
 
 
 def test_a_conversation_is_answered_by_a_message():
@@ -162,11 +108,11 @@ def rewarded(config, *texts, workers=0):
     return group.rewards.tolist(), [rollout.verdict for rollout in group.rollouts]
 
 
-SHORT, NONE = (f"trl:{HERE}:{name}" for name in ("for_short_ones", "for_none"))
+SHORT, NONE = (f"trl:{FUNCTIONS}:{name}" for name in ("for_short_ones", "for_none"))
 
 
 def sum_of(**weights):
-    return [{"grader": f"trl:{HERE}:{name}", "weight": weight} for name, weight in weights.items()]
+    return [{"grader": f"trl:{FUNCTIONS}:{name}", "weight": weight} for name, weight in weights.items()]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

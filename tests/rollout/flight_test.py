@@ -65,11 +65,9 @@ def test_written_rollouts_are_trained_on_and_name_the_weights_of_their_tokens(fl
     assert any(len(sampled_by) > 1 for sampled_by in versions), "some were sampled by several"
 
 
-# Slow: a run each. The case with few pages has few slots, too.
-@pytest.mark.parametrize(
-    ("slots", "cache_tokens"),
-    [(8, 96), *(pytest.param(slots, 0, marks=pytest.mark.slow) for slots in (8, 32))],
-)
+# Slow: a run each. tests/rollout/processes_test.py compares 8 and 24 slots, and tests/sampling/round_sampler_test.py few pages.
+@pytest.mark.slow
+@pytest.mark.parametrize(("slots", "cache_tokens"), [(8, 96), (8, 0), (32, 0)])
 def test_slots_and_pages_change_nothing(slots, cache_tokens, flying, flown, run_micro, rows, monkeypatch):
     """Fewer slots than the sixteen in flight, which take turns, or more; pages for only one sequence on each device. Numbers of the host are equal, numbers of devices
     up to rounding: the width of a product decides the order of its sum."""

@@ -85,6 +85,8 @@ def test_the_first_weights_sample_the_same_as_in_waves(flown, flying, run_micro,
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=2e-5)
 
 
+# Slow: another run. tests/run/turns_test.py has workers and other times in waves, and tests/rollout/virtual_clock_test.py late answers.
+@pytest.mark.slow
 def test_the_time_that_an_environment_takes_changes_no_bit(flying, flown, run_micro, rows, same_run):
     """It takes another time in each run. Rounds decide which episodes are prefilled together, so sums are rounded alike, too."""
     config = flying(workers__count=2)

@@ -123,13 +123,13 @@ def test_responses_in_flight_are_re_prefilled_for_new_weights(at_once):
     """After two rounds another sampler with the same weights continues, and nothing changes. With other weights the first tokens stay."""
     for seed in (0, 1):
         flight = Flight(prompts(0, 1, 2, 3, 4), in_flight=12)
-        first = rounds_of(engine_for(8, 12))
+        first = rounds_of(engine_for(3, 12))
         flight.round(first)
         flight.round(first)
         before = {name: list(tokens) for name, (tokens, _) in flight.drawn.items()}
         ended = set(flight.reasons)
         flight.rest()
-        flight.to_the_end(rounds_of(engine_for(8, 12), weights=weights_of(seed)))
+        flight.to_the_end(rounds_of(engine_for(3, 12), weights=weights_of(seed)))
         if seed == 0:
             assert_the_same(flight, at_once)
         for name, tokens in before.items():
