@@ -1,25 +1,29 @@
-# shellcheck shell=bash disable=SC2154
+# shellcheck shell=bash disable=SC2034,SC2154
 # Checks slice sizes, and whether a mesh fits on the slices. tpu_vm.sh and gke_xpk.sh source this file; it is not run by itself.
 
 devices="" # number of JAX devices per slice; empty if it is not known
+chips=""   # number of chips per slice
+hosts=""   # number of hosts per slice
 
-# Refuses a slice size that is not offered, and sets `devices`.
+# Refuses a slice size that is not offered, and sets `devices`, `chips` and `hosts`.
 check_size() { # TYPE
-  local size=${1##*-} chips sizes="1, 4, 8, 16, 32, 64, 128 or 256 chips"
+  local size=${1##*-} sizes="1, 4, 8, 16, 32, 64, 128 or 256 chips"
   case $1 in
     v4-* | v5p-* | tpu7x-*) chips=$((size % 2 ? 0 : size / 2)) sizes="4, 8, 16, 32 or a multiple of 64 chips, each with two cores" ;;
     *) chips=$size ;;
   esac
   case $sizes,$chips in
     *,4 | *,8 | *,16 | *,32 | 1*,1 | 1*,64 | 1*,128 | 1*,256) ;;
-    4*) [[ $chips -gt 0 && $((chips % 64)) -eq 0 ]] || die "--type=$1 does not exist; ${1%-*} has $sizes" ;;
-    *) die "--type=$1 does not exist; ${1%-*} has $sizes" ;;
+    4*) [[ $chips -gt 0 && $((chips % 64)) -eq 0 ]] || die "--${kind:-type}=$1 does not exist; ${1%-*} has $sizes" ;;
+    *) die "--${kind:-type}=$1 does not exist; ${1%-*} has $sizes" ;;
   esac
+  hosts=$(((chips + 3) / 4))
   case $1 in
     v4-*) ;; # depending on the libtpu version, a device is a chip or a core
     tpu7x-*) devices=$size ;;
     *) devices=$chips ;;
   esac
+  if [[ $1 != v4-* && $1 != v5p-* && $chips -eq 8 ]]; then hosts=1; fi
 }
 
 # Refuses a mesh that does not use exactly the devices of the slices.

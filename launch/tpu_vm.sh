@@ -19,6 +19,7 @@ usage: launch/tpu_vm.sh COMMAND --name NAME --type TYPE --zone ZONE [options] [C
   logs     follow the log of one worker (--worker 0)
   status   print the state of the queued resource
   down     delete the TPU
+  samplers request preempted sample workers again while the run continues, and start Ray on them
 
   --name NAME          name of the queued resource and of the TPU
   --type TYPE          v4-N, v5p-N (N TensorCores, two per chip), v5litepod-N (or v5e-N), v6e-N (N chips)
@@ -33,6 +34,8 @@ usage: launch/tpu_vm.sh COMMAND --name NAME --type TYPE --zone ZONE [options] [C
   --create-flag FLAG   passed to gcloud's `queued-resources create`, for example --network=NAME; repeatable
   --poll SECONDS       time between checks of the queued resource (default 30)
   --worker N           the worker whose log to follow (default 0)
+  --samplers TYPE[:N]  also request N (default 1) TPUs of one host for sample workers (v6e-8, v6e-4:2); pass it to all commands
+  --spot-samplers      request spot capacity for the sample workers
   --dry-run            print the commands without running them
 
 Paths are relative to the current folder. run_dir must be on gs://. HF_TOKEN, WANDB_API_KEY and JAX_COMPILATION_CACHE_DIR are passed on if they are set. So is
@@ -42,21 +45,22 @@ failure the TPU still exists and costs money: fix the cause and start again, or 
 END
 }
 
-name="" type="" zone="" project="" runtime="" extras=$EXTRAS restarts=10 poll=30 worker=0 keep=""
+name="" type="" zone="" project="" runtime="" extras=$EXTRAS restarts=10 poll=30 worker=0 keep="" samplers="" sampler_capacity=()
 capacity=() create_flags=() training=()
 case ${1-} in
-  train | watch | up | logs | status | down) command=$1 && shift ;;
+  train | watch | up | logs | status | down | samplers) command=$1 && shift ;;
   -h | --help) usage && exit ;;
-  *) die "COMMAND=${1-} must be one of train, watch, up, logs, status, down; see --help" ;;
+  *) die "COMMAND=${1-} must be one of train, watch, up, logs, status, down, samplers; see --help" ;;
 esac
 while [[ $# -gt 0 ]]; do
   taken=1 option=${1%%=*}
   case $option in
-    --name | --type | --zone | --project | --runtime | --extras | --restarts | --poll | --worker)
+    --name | --type | --zone | --project | --runtime | --extras | --restarts | --poll | --worker | --samplers)
       value_of "$@" && printf -v "${option#--}" %s "$value" ;;
     --file) value_of "$@" && share "$value" ;;
     --create-flag) value_of "$@" && create_flags+=("$value") ;;
     --spot | --reserved) flag "$1" && capacity+=("$1") ;;
+    --spot-samplers) flag "$1" && sampler_capacity=(--spot) ;;
     --keep) flag "$1" && keep=1 ;;
     --dry-run) flag "$1" && dry_run=1 ;;
     -h | --help) usage && exit ;;
@@ -72,13 +76,20 @@ for option in restarts poll worker; do
   [[ ${!option} =~ ^[0-9]+$ ]] || die "--$option=${!option} must be a whole number"
 done
 [[ ${#capacity[@]} -le 1 ]] || die "${capacity[*]}: choose only one"
+stage=$HOME/.cache/dapo_jax/launch/$name
+[[ -z $samplers ]] || check_samplers
 case $command in
-  train | watch) check_type && check_training ${training[@]+"${training[@]}"} && check_mesh ;;
-  up) check_type ;;
+  train | watch)
+    check_type
+    [[ -z $samplers ]] || add_samplers
+    check_training ${training[@]+"${training[@]}"}
+    check_mesh
+    ;;
+  up | samplers) check_type ;;
 esac
+[[ $command != samplers || -n $samplers ]] || die "samplers needs --samplers"
 [[ $command == train || $command == watch || ${#training[@]} -eq 0 ]] || die "$command does not accept ${training[0]}"
 [[ -n $dry_run ]] || command -v gcloud >/dev/null || die "gcloud is not on PATH; see https://cloud.google.com/sdk/docs/install"
-stage=$HOME/.cache/dapo_jax/launch/$name
 where=(--zone="$zone" ${project:+--project="$project"})
 
 # Follows the run to its end, even if the TPU is preempted or fails.
@@ -99,18 +110,18 @@ watch_over() { # CODE: the status so far
     say "status $code, $name is $state; resuming from the last checkpoint (failure $failures of $restarts)"
     sleep "$poll"
     code=0
-    { up && copy && start "${again[@]}" && follow; } || code=$?
+    { up_all && start_all "${again[@]}" && follow; } || code=$?
   done
   [[ -n $dry_run ]] || say "done: ${training[0]}"
-  [[ -n $keep ]] || down
+  [[ -n $keep ]] || down_all
 }
 
 trap 'say "interrupted; the run on the TPU continues. Use watch to follow it again, or down to delete the TPU" && exit 130' INT
 case $command in
   train)
-    up || [[ $state == SUSPEND* ]] || exit 1 # a refused request is not repeated
+    up_all || [[ $state == SUSPEND* ]] || exit 1 # a refused request is not repeated
     code=0
-    { [[ $state == ACTIVE ]] && copy && start "${training[@]}"; } || code=$?
+    { [[ $state == ACTIVE ]] && start_all "${training[@]}"; } || code=$?
     watch_over "$code"
     ;;
   watch)
@@ -119,8 +130,9 @@ case $command in
     [[ $state != NONE ]] || die "there is no TPU --name=$name in --zone=$zone to watch"
     watch_over 0
     ;;
-  up) up ;;
+  up) up_all ;;
   logs) on_workers "$worker" "tail --lines=1000 -F dapo_jax_run/log" ;;
   status) look && { [[ -n $dry_run ]] || echo "$state"; } ;;
-  down) down ;;
+  down) down_all ;;
+  samplers) ask_head && for_samplers renew ;;
 esac

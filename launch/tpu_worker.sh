@@ -5,11 +5,15 @@
 #   tpu_worker.sh setup EXTRAS    unpacks the copied files, installs Python and the library
 #   tpu_worker.sh start ARGS      starts `dapo-jax train ARGS`, unless it is already running
 #   tpu_worker.sh follow          prints the log until the run ends; exits with its status
+#   tpu_worker.sh address         prints the address of this machine
+#   tpu_worker.sh ray HEAD TPUS   keeps a node of Ray running, with TPUS chips for sample workers; on HEAD, it is the head
+#   tpu_worker.sh nodes HEAD N    waits until N nodes have joined
 #
 # Tested with mock commands; not yet run with the real service.
 set -euo pipefail
 
 readonly UV=0.13.8 PYTHON=3.12
+readonly PORT=6379
 readonly SCRIPT="$HOME/tpu_worker.sh" RUN="$HOME/dapo_jax_run"
 mkdir -p "$RUN"
 cd "$RUN"
@@ -54,12 +58,16 @@ start() {
   echo $! >pid
 }
 
-job() {
-  local code=0
+use_tokens() {
   set -a
   # shellcheck source=/dev/null
   . ./tokens
   set +a
+}
+
+job() {
+  local code=0
+  use_tokens
   cd files
   DAPO_JAX_DISTRIBUTED=1 ../env/bin/dapo-jax train "$@" 9>&- || code=$?
   # ssh uses 255 for a broken connection.
@@ -77,7 +85,44 @@ follow() {
   exit "$(cat status)"
 }
 
+address() {
+  hostname -I | cut -d' ' -f1
+}
+
+ray() { # HEAD TPUS
+  if ! flock --shared --nonblock ray.lock true; then
+    [[ $* == "$(cat ray.wanted)" ]] && return
+    kill -- "-$(cat ray.pid)"
+    env/bin/ray stop --force
+  fi
+  echo "$*" >ray.wanted
+  exec 8>ray.lock
+  flock 8
+  setsid nohup bash "$SCRIPT" node "$@" >>ray.log 2>&1 </dev/null &
+  echo $! >ray.pid
+}
+
+# Starts the node again when it ends. Without chips for sample workers, it offers nothing to Ray.
+node() { # HEAD TPUS
+  local options=(--address="$1:$PORT")
+  if [[ " $(hostname -I) " == *" $1 "* ]]; then options=(--head --node-ip-address="$1" --port="$PORT" --include-dashboard=false); fi
+  [[ $2 -gt 0 ]] || options+=(--num-cpus=0 --num-gpus=0)
+  use_tokens
+  while :; do
+    env/bin/ray start "${options[@]}" --resources="{\"TPU\": $2}" --disable-usage-stats --block 8>&- || true
+    sleep 5
+  done
+}
+
+nodes() { # HEAD N
+  use_tokens
+  until [[ $(env/bin/ray status --address="$1:$PORT" | grep -c '^ 1 node_') -ge $2 ]]; do
+    [[ $SECONDS -lt 300 ]] || { echo "fewer than $2 nodes of Ray have joined after 300 s" >&2 && return; }
+    sleep 1
+  done
+}
+
 case ${1-} in
-  setup | start | job | follow) "$@" ;;
-  *) echo "tpu_worker.sh: ${1-} must be one of setup, start, follow" >&2 && exit 2 ;;
+  setup | start | job | follow | address | ray | node | nodes) "$@" ;;
+  *) echo "tpu_worker.sh: ${1-} must be one of setup, start, follow, address, ray, nodes" >&2 && exit 2 ;;
 esac

@@ -32,8 +32,9 @@ OPTIONS = {
     "scancel": "signal=",
     "squeue": "jobs= format= noheader",
     "srun": "ntasks-per-node= cpu-bind= kill-on-bad-exit= wait= het-group=",
-    "ray start": "head node-ip-address= port= num-cpus= num-gpus= include-dashboard= disable-usage-stats",
+    "ray start": "head node-ip-address= port= num-cpus= num-gpus= include-dashboard= disable-usage-stats address= resources= block",
     "ray status": "address=",
+    "ray stop": "force",
 }
 """Options that the scripts use; `=` has a value. All are in the help of Google Cloud SDK 528, XPK 1.16, kubectl 1.32 and Ray 2.60, and in the manual
 pages of Slurm."""
@@ -107,7 +108,8 @@ def uv(words):
     assert Path(words[words.index("--constraint") + 1]).is_file()
     assert Path(package, "dapo_jax", "cli", "__init__.py").is_file()
     record("uv", [extras])
-    shutil.copy(FOLDER / "near" / "dapo-jax", Path(words[words.index("--python") + 1]).parent)
+    for name in ("dapo-jax", "ray"):
+        shutil.copy(FOLDER / "near" / name, Path(words[words.index("--python") + 1]).parent)
     return 0
 
 

@@ -1,7 +1,10 @@
 """launch/tpu_vm.sh with gcloud stubbed, and tpu_worker.sh in the home of a worker."""
 
+import re
+import shlex
 import shutil
 import stat
+import time
 
 import pytest
 
@@ -107,6 +110,82 @@ def test_a_dry_run_prints_the_commands_of_a_run_and_executes_none(laptop):
         assert len(laptop.commands()) > before
 
 
+SAMPLERS = ("--samplers=v6e-4:2", "--spot-samplers", "rollout.in_flight=64", "rollout.round_tokens=16")
+ADDED = ("cluster.address=auto", "cluster.samplers=2", "cluster.resources={TPU: 4}")
+ONE_HOST = ("--type=v6e-8", "parallel.fsdp=8", "batch.rows_per_microbatch=8")
+HEAD = {"address": ["HEAD"]}
+
+
+def machines(laptop, verb):
+    """The names of the machines on which a verb ran, in order."""
+    calls = [call["words"] for call in laptop.calls("gcloud") if call["verb"] == verb]
+    return [next(word.rstrip(":") for word in words[4:] if word.startswith("pod")) for words in calls]
+
+
+def remote(laptop, verb):
+    """The arguments of a command of tpu_worker.sh in all of its calls."""
+    commands = [word for call in laptop.calls("gcloud") for word in call["words"] if f" {verb} " in word]
+    return [shlex.split(words.partition(f" {verb} ")[2]) for words in commands]
+
+
+def test_sample_workers_are_requested_with_the_trainer_join_its_cluster_and_are_deleted(laptop):
+    """The trainer has one host, so the cluster has 3 nodes."""
+    laptop.scenario(describe=["NOT_FOUND", "NOT_FOUND", "NOT_FOUND", "ACTIVE"], **HEAD)
+    dry = train(laptop, *ONE_HOST, *SAMPLERS, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert laptop.commands() == []
+    done = train(laptop, *ONE_HOST, *SAMPLERS, **TOKENS)
+    assert done.returncode == 0, done.stderr
+    assert printed(dry.stdout) == laptop.commands()
+    three = ["pod", "pod-sampler-0", "pod-sampler-1"]
+    assert machines(laptop, "create") == machines(laptop, "scp") == machines(laptop, "setup") == three
+    assert machines(laptop, "ray") == three
+    assert remote(laptop, "ray") == [["HEAD", "0"], ["HEAD", "4"], ["HEAD", "4"]]
+    assert remote(laptop, "nodes") == [["HEAD", "3"]]
+    assert remote(laptop, "setup") == [["gcs,hub,tpu,wandb,cluster"]] * 3
+    [words] = remote(laptop, "start")
+    assert words == [RUN[0], *ADDED, RUN[1], *ONE_HOST[1:], *SAMPLERS[2:]]
+    assert machines(laptop, "delete") == [*three[1:], "pod"]
+    creates = [set(words) for words in laptop.commands() if "create" in words]
+    assert ["--spot" in words for words in creates] == [False, True, True]
+    assert all("--accelerator-type=v6e-4" in words for words in creates[1:])
+    # The token is in the file with the other tokens, the same for all machines, and in no command.
+    kept = (laptop.folder / "copied" / "dapo_jax_tokens").read_text()
+    [token] = re.findall("^RAY_AUTH_TOKEN=([0-9a-f]{64})$", kept, re.MULTILINE)
+    assert "RAY_AUTH_MODE=token" in kept
+    assert token not in str(laptop.commands()) + done.stdout + done.stderr
+
+
+def test_lost_sample_workers_are_requested_again_while_the_run_continues(laptop):
+    """The first is there, and the second was preempted."""
+    laptop.scenario(describe=["ACTIVE", "SUSPENDED", "SUSPENDED", "ACTIVE"], **HEAD)
+    done = laptop.launch("tpu_vm.sh", "samplers", *POD, *SAMPLERS[:2])
+    assert done.returncode == 0, done.stderr
+    assert (
+        machines(laptop, "delete")
+        == machines(laptop, "create")
+        == machines(laptop, "ray")
+        == ["pod-sampler-1"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--samplers=v6e-16", "--type=v6e-8"), "--samplers=v6e-16 has 4 hosts, but a sample worker has one; use for example v6e-4:4"),
+        (("--samplers=v6e-4:3", "--type=v6e-16"), "3 must be a multiple of the 4 hosts of --type=v6e-16"),
+        (("--samplers=v6e-5",), "--samplers=v6e-5 does not exist"),
+        (("--samplers=v6e-4:x",), "--samplers=v6e-4:x needs a number"),
+        (("--samplers=v6e-4", *ONE_HOST), "rollout.in_flight"),
+    ],
+)  # fmt: skip
+def test_sample_workers_that_cannot_work_are_refused(laptop, words, message):
+    done = train(laptop, *words)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert laptop.calls("gcloud") == []
+
+
 @pytest.fixture
 def worker(laptop):
     """Runs tpu_worker.sh in the home of a worker, to which a run with files was copied."""
@@ -138,6 +217,44 @@ def test_a_worker_has_the_files_of_the_run_and_the_tokens(laptop, worker):
     settings = {"DAPO_JAX_DISTRIBUTED": "1", "LIBTPU_INIT_ARGS": ASYNC_GATHERS}
     assert call["environment"] == settings | TOKENS
     assert [call["words"] for call in laptop.calls("uv")] == [["gcs,tpu"]] * 2
+
+
+def test_a_machine_keeps_a_node_of_ray_running_with_the_token(laptop, worker):
+    """With another head, the former node ends. On the machine with the address of the head, the node is the head."""
+    own = worker("address").stdout.strip()
+    assert worker("setup", "cluster").returncode == 0
+    tokens = laptop.folder / "copied" / "dapo_jax_run" / "tokens"
+    tokens.write_text("RAY_AUTH_TOKEN=secret\n")
+
+    def started(count):
+        until = time.monotonic() + 30
+        while len(calls := laptop.calls("ray")) < count and time.monotonic() < until:
+            time.sleep(0.05)
+        return calls[-1]
+
+    try:
+        for _ in range(2):  # gcloud repeats commands
+            assert worker("ray", "10.0.0.7", "4").returncode == 0
+        node = started(1)
+        assert {"--address=10.0.0.7:6379", '--resources={"TPU": 4}', "--block"} <= set(node["words"])
+        assert not any(word.startswith("--num-cpus") for word in node["words"])
+        assert node["environment"]["RAY_AUTH_TOKEN"] == "secret"
+        assert worker("ray", own, "0").returncode == 0
+        head = started(3)  # after `ray stop`
+        assert [call["words"][0] for call in laptop.calls("ray")] == ["start", "stop", "start"]
+        wanted = {
+            "--head",
+            f"--node-ip-address={own}",
+            "--num-cpus=0",
+            "--num-gpus=0",
+            '--resources={"TPU": 0}',
+        }
+        assert wanted <= set(head["words"])
+        laptop.scenario(status=["Active:\n 1 node_5c\n", "Active:\n 1 node_5c\n 1 node_5d\n"])
+        assert worker("nodes", own, "2").returncode == 0
+        assert [call["words"][0] for call in laptop.calls("ray")].count("status") == 2
+    finally:
+        laptop.run("bash", "-c", f"kill -- -$(cat {tokens.with_name('ray.pid')})")
 
 
 def test_a_second_run_is_not_started_over_an_active_one(laptop, worker):
