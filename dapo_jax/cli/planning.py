@@ -7,7 +7,7 @@ import argparse
 import errno
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from dapo_jax.cli.arguments import CONFIG, Commands, add_config, add_overrides, command, option, write_json
@@ -31,6 +31,13 @@ def add_to(commands: Commands) -> None:
     option(parser, "--prompt-tokens", "mean prompt length (default: the limit)", "MEAN", type=float)
     option(parser, "--informative", "fraction of groups that are informative", "SHARE", default=0.5)
     option(parser, "--turns", "mean turns per episode (default: environment.max_turns)", "MEAN", type=float)
+    text = "devices of a sample worker, which has one host: v6e-8, h100:8, ...; v6e-4:2 for two workers (requires --topology and rollout.in_flight)"
+    option(parser, "--samplers", text, "T[:COUNT]")
+    text = "with --samplers: fraction of the roofline that the sample workers reach"
+    option(parser, "--sampling-share", text, "SHARE", default=0.5)
+    option(parser, "--update-share", "the same for the trainer", "SHARE", default=0.5)
+    text = "with --samplers: bandwidth in Gbit/s with which the weights reach all sample workers"
+    option(parser, "--transfer", text, "GBIT", default=10.0)
     option(parser, "--sweep", "try every mesh of fsdp x tensor, and rank the meshes that fit")
     text = "compile only programs whose names begin with this word; may be given several times (default all)"
     option(parser, "--only", text, "PROGRAM", action="append", choices=PROGRAMS)
@@ -66,7 +73,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # hides logs of the CUDA compiler
     with silent_libraries():
-        from dapo_jax.plan import output, remedies, topologies
+        from dapo_jax.plan import output, remedies, split, topologies
         from dapo_jax.plan import plan as planning
         from dapo_jax.plan.workload import Assumptions
 
@@ -77,6 +84,9 @@ def plan(arguments: argparse.Namespace) -> int:
         prompt_tokens=arguments.prompt_tokens,
         informative=arguments.informative,
         turns=arguments.turns,
+        sampling_share=arguments.sampling_share,
+        update_share=arguments.update_share,
+        transfer_gbit_s=arguments.transfer,
     )
     width = None if sys.stdout.isatty() else 160
     console = Console(stderr=arguments.json == "-", width=width, highlight=False)
@@ -87,6 +97,12 @@ def plan(arguments: argparse.Namespace) -> int:
             needs = "must be above 0, and needs GPUs on several machines, for example --topology h100:16"
             raise ConfigError(f"--network={network:g} {needs}")
         topology = replace(topology, network_bytes_s=network * 1e9 / 8)
+    device, count = None, 0
+    if arguments.samplers:
+        if topology is None:
+            raise ConfigError(f"--samplers {arguments.samplers} requires --topology, the trainer's devices")
+        device, count = split.parse_workers(arguments.samplers, topology)
+        config = split.with_samplers(config, count // topology.hosts)
     if arguments.sweep:
         if topology is None:
             raise ConfigError("--sweep compares meshes on a topology, so it requires --topology")
@@ -101,10 +117,20 @@ def plan(arguments: argparse.Namespace) -> int:
         tried = remedies.suggestions(result, assumed=assumed, seconds=seconds, say=say)
     output.show(result, console)
     output.show_verdict(result, tried, console)
+    alternatives = [{"overrides": list(change.overrides), "fits": change.fits} for change in tried]
+    data, fits = {**output.as_data(result), "tried": alternatives}, result.fits
+    if device is not None:
+        options = {"assumed": assumed, "only": arguments.only, "say": say}
+        worker = split.worker_plan(result, device, count, **options)
+        output.show(worker, console)
+        output.show_verdict(worker, [], console)
+        divided = split.split(result, worker, assumed)
+        output.show_split(divided, assumed, console)
+        data |= {"sampler": output.as_data(worker), "split": asdict(divided)}
+        fits = fits and worker.fits
     if arguments.json:
-        alternatives = [{"overrides": list(change.overrides), "fits": change.fits} for change in tried]
-        write_json(arguments.json, {**output.as_data(result), "tried": alternatives})
-    return 0 if result.fits else 1
+        write_json(arguments.json, data)
+    return 0 if fits else 1
 
 
 def _lengths(text: str) -> tuple[float, float]:

@@ -121,15 +121,14 @@ class Cluster:
         """
         # No advice about automatic scaling on the terminal, and no new cluster if a call comes after `close`.
         os.environ |= {"RAY_SCHEDULER_EVENTS": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
-        with needing("cluster", f"cluster.address={address} needs ray"):
-            import ray
+        check_address(address)
+        import ray
+
         if ray.is_initialized():
             remedy = "end the other run, or call ray.shutdown()"
             raise ValueError(
                 f"cluster.address={address}: this process is connected to a Ray cluster already; {remedy}"
             )
-        host = address.rpartition(":")[0]
-        _check_token(address, [host] if host else [])
         stop = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address, logging_level=logging.ERROR, namespace="dapo_jax")
@@ -311,6 +310,14 @@ def check_facts(own: Mapping[str, str], found: Mapping[str, str], who: str) -> N
         raise ValueError(
             f"{who} differs from this process: {'; '.join(different)}. Install the same versions on all machines, and put the same files at the same paths"
         )
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError if ray is not installed, or if `address` is on another machine and RAY_AUTH_MODE is not token."""
+    with needing("cluster", f"cluster.address={address} needs ray"):
+        import ray  # noqa: F401
+    host = address.rpartition(":")[0]
+    _check_token(address, [host] if host else [])
 
 
 def _check_token(address: str, hosts: Sequence[str]) -> None:

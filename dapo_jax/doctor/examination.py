@@ -37,6 +37,7 @@ CONFIGURATION = (
     Check("mesh", resources.mesh, needs=("devices",)),
     Check("model", resources.model),
     Check("memory", resources.memory, needs=("mesh", "model")),
+    Check("cluster", resources.cluster, needs=("mesh", "model")),
     Check("training data", prompts.training_data, needs=("model",)),
     Check("evaluation data", prompts.evaluation_data, needs=("model",)),
     Check("grader", prompts.grader, needs=("training data",), remedy=_GRADER),

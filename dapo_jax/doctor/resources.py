@@ -6,16 +6,22 @@ from pathlib import Path
 import jax
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.config import ConfigError
+from dapo_jax.cluster.engine import check_address
+from dapo_jax.config import ConfigError, ParallelConfig
+from dapo_jax.config.keys import prefixed
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.machine import host_bytes
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.models.folder import NOT_LOADED
+from dapo_jax.parallel.mesh import Absent
 from dapo_jax.plan.memory import MARGIN, together
+from dapo_jax.plan.split import own_rounds
 from dapo_jax.plan.topologies import present_bytes
+from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.disk_space import bytes_to_write, gib, room_for
 from dapo_jax.run.meshes import meshes_of
 from dapo_jax.run.run_dir import check_run_dir, checked_folder
+from dapo_jax.run.sampler_setup import rollout_spec
 from dapo_jax.run.sources import with_adapters
 from dapo_jax.storage import in_bucket
 from dapo_jax.storage.locks import LockedError, check_free
@@ -74,6 +80,36 @@ def memory(subject: Subject) -> Found:
     if needed <= limit:
         return Found(message, "warning", f"activations need additional memory: {changes}")
     return Found(message, "failed", f"{changes}; `dapo-jax plan` finds changes that fit by compiling the run")
+
+
+def cluster(subject: Subject) -> Found:
+    """Checks without a connection whether the run can use its cluster: ray, the token, and the devices and rounds of its sample workers."""
+    config, platform = subject.config, jax.default_backend()
+    address, samplers, resources = config.cluster.address, config.cluster.samplers, config.cluster.resources
+    if not address:
+        return Found("no cluster")
+    with prefixed(""):
+        check_address(address)
+    if not samplers:
+        return Found("ray is installed")
+    kind = next((name for name in ("TPU", "GPU") if name in resources), "CPU")
+    devices = [Absent(at, 0, kind.lower(), kind) for at in range(resources.get(kind, 1))]
+    parallel = ParallelConfig(sampler_tensor=subject.planned.sizes.sampler["tensor"])
+    with prefixed(f"a sample worker with cluster.resources={dict(resources)}"):
+        mesh = meshes_of(parallel, devices=devices if kind != "CPU" else devices[:1]).sampler
+        rollout_spec(config, samplers=samplers).engine.check(subject.planned.decoder, mesh)
+    further, rounds = config.rollout.weight_rounds, own_rounds(config, Assumptions(), 0)
+    message = (
+        f"{samplers} sample workers on {mesh.size} x {kind} each; rollout.weight_rounds={further}, and a step needs about {rounds:.1f} rounds, "
+        "if all responses have the maximum length and half of the groups are informative"
+    )
+    here, refused, remedy = platform.upper(), kind.lower() != platform and config.sampling.batch_invariant, ""
+    if refused or (kind == "CPU" and here != "CPU"):
+        equal = ", and with sampling.batch_invariant=true, these must be of the same kind" * refused
+        remedy = f"set cluster.resources to the devices of a sample worker, for example {{TPU: 4}}: this process has a {here}{equal}"
+    elif further > rounds:
+        remedy = f"set rollout.weight_rounds to {int(rounds)} or less: a step waits for all of them"
+    return Found(message, ("failed" if refused else "warning") if remedy else "ok", remedy)
 
 
 def disk(subject: Subject) -> Found:

@@ -13,6 +13,8 @@ from dapo_jax.plan.memory import MARGIN, Phase
 from dapo_jax.plan.plan import Plan
 from dapo_jax.plan.remedies import ResidentPart, Tried, held_in
 from dapo_jax.plan.roofline import cache_bytes_per_token
+from dapo_jax.plan.split import Split
+from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.updater_setup import recorded_values
 
 SCHEMA_VERSION = 8
@@ -119,10 +121,13 @@ def show(plan: Plan, console: Console) -> None:
     title = "Roofline, seconds per step: a lower bound from the chip's peak rates, not a measurement"
     columns = ("phase", "runs", "compute", "memory", "interconnect", *["network"] * network, "longest", "limited by")  # fmt: skip
     _rows(console, title, columns, roofline)
-    console.print(
-        f"a step takes at least {plan.step_s:,.1f} s, and {plan.config.steps:,} steps take at least {plan.chip_hours:,.1f} chip-hours; "
-        f"model FLOPs utilisation is at most {plan.mfu_bound:.1%}",
-    )
+    if plan.config.cluster.samplers:
+        console.print(f"these devices take at least {plan.step_s:,.1f} s for their part of a step")
+    else:
+        console.print(
+            f"a step takes at least {plan.step_s:,.1f} s, and {plan.config.steps:,} steps take at least {plan.chip_hours:,.1f} chip-hours; "
+            f"model FLOPs utilisation is at most {plan.mfu_bound:.1%}",
+        )
     measured = [
         f"{bound.work.phase} {bound.measured_s:,.1f} s ({plan.topology.chip.measured[bound.work.phase]:.0%} of the roofline)"
         for bound in plan.bounds
@@ -164,6 +169,27 @@ def show_verdict(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
         console.print(f"{verdict}; {needs}", style="bold")
 
 
+def show_split(split: Split, assumed: Assumptions, console: Console) -> None:
+    """Prints the seconds of each side of a run with sample workers, and the step with some values of `rollout.weight_rounds`."""
+    sides = [
+        (f"sampling: {split.rounds:,.1f} rounds, at {assumed.sampling_share:g} of the roofline (--sampling-share)", f"{split.sampling_s:,.1f}"),
+        (f"log-probabilities and updates, at {assumed.update_share:g} of the roofline (--update-share)", f"{split.update_s:,.1f}"),
+        (f"transfer of {size(split.weight_bytes)} of weights, at {assumed.transfer_gbit_s:g} Gbit/s (--transfer)", f"{split.transfer_s:,.1f}"),
+    ]  # fmt: skip
+    _rows(console, "A step with sample workers", ("phase", "seconds"), sides)
+    steps = [
+        (f"{step.weight_rounds}{' (suggested)' * (step.weight_rounds == split.suggested)}",
+         *(f"{seconds:,.1f}" for seconds in (step.seconds, step.samplers_wait_s, step.trainer_waits_s)), f"{step.earlier_frac:.0%}")
+        for step in split.steps
+    ]  # fmt: skip
+    columns = ("rollout.weight_rounds", "seconds per step", "sample workers wait", "trainer waits", "tokens one version old")  # fmt: skip
+    _rows(console, "Further rounds during the update", columns, steps)
+    if not split.suggested:
+        console.print(
+            "rollout.weight_rounds saves no time: it needs one training process, and steps of at least one round"
+        )
+
+
 def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> None:
     """Prints one row for each mesh in a sweep, best mesh first."""
     rows = [
@@ -196,6 +222,8 @@ def _heading(plan: Plan) -> str:
     where = "the configured devices"
     if topology is not None:
         where = f"{topology.name}: {topology.chips} chips ({plan.sizes.devices} devices) on {topology.hosts} hosts"
+    if not plan.resident.state:
+        where = f"each of {plan.sizes.samplers} sample workers: {where}"
     lines = (
         f"{plan.config.model.source}: {decoder.size_note}{adapters}",
         f"{where}; mesh {mesh}; {plan.sizes.samplers} samplers, each {sampler or '1 device'}",
@@ -227,7 +255,7 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
         ("input arrays of one update", resident.minibatch),
         ("of these, arrays of shorter rows", resident.shorter),
         ("gradient kept between the programs of one update", resident.gradient),
-        ("trained weights and moments in a checkpoint on disk", plan.checkpoint_bytes),
+        ("trained weights and moments in a checkpoint on disk", resident.state and plan.checkpoint_bytes),
     ]  # fmt: skip
     return [
         *((name, size(count)) for name, count in arrays if count),

@@ -138,6 +138,7 @@ def plan(
     topology: Topology | None = None,
     assumed: Assumptions | None = None,
     only: Sequence[str] | None = None,
+    samplers: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Plans a run of `config`, from programs compiled for a topology or from shapes alone.
@@ -147,6 +148,7 @@ def plan(
         topology: the devices to compile for. None: use shapes alone.
         assumed: quantities that the configuration does not determine, such as the mean response length.
         only: the programs to compile; `update` selects `update_begin` and other names with this prefix. None: all.
+        samplers: if not 0, plans one of this number of sample workers instead, whose devices are `topology`.
         say: called with a message before each program is compiled.
 
     Raises:
@@ -168,7 +170,8 @@ def plan(
     work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.
     placed = replaced(config, {"optimizer.offload": False}) if isinstance(devices[0], Absent) else config
-    programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[CompiledProgram]()
+    programs = Programs(placed, decoder, work, devices, host, memory, samplers)
+    compiled = list[CompiledProgram]()
     per_machine = topology.host_chips if topology is not None and topology.has_network else 0
     with prefixed(""):  # the configuration may contain an invalid size
         there = programs.resident  # also builds trainer and sampler from shapes
@@ -194,13 +197,16 @@ def plan(
             compiled.append(compile_program(name, lower, **counting))
     memories = {program.name: program.memory for program in compiled if program.memory is not None}
     resident = as_compiled(there, memories)
+    works = work_of(config, decoder, work, programs.sizes, programs.engine.page_sizes, compiled)
+    if config.cluster.samplers:
+        works = [phase for phase in works if (phase.phase in ("prefill", "decode")) == bool(samplers)]
     return Plan(
         config=config,
         decoder=decoder,
         work=work,
         resident=resident,
         sizes=programs.sizes,
-        works=work_of(config, decoder, work, programs.sizes, programs.engine.page_sizes, compiled),
+        works=works,
         pages=programs.engine.page_sizes,
         token_bytes=programs.engine.token_bytes,
         topology=topology,

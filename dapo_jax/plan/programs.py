@@ -27,6 +27,7 @@ from dapo_jax.run.build import rollout_sampler
 from dapo_jax.run.learner import Learner
 from dapo_jax.run.meshes import meshes_of
 from dapo_jax.run.policy import Policy, frozen_structs
+from dapo_jax.run.sample_workers import worker_sampler
 from dapo_jax.run.sampler_programs import sharing
 from dapo_jax.run.sampler_setup import prefix_bytes
 from dapo_jax.run.teacher_setup import teacher_model, teacher_of
@@ -40,6 +41,8 @@ from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Model
 
 Lower = Callable[[], Lowered]
+
+_DECODING = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Programs:
     """Devices of a one-host topology, used to compile the sampler's programs. The compiler rejects some hosts that are part of a larger slice."""
     memory: int | None = None
     """Bytes of a device's memory. None: the amount that the devices report. CPUs do not report it."""
+    samplers: int = 0
+    """If not 0, `devices` belong to one of this number of sample workers. A worker has only the programs and arrays of the sampler."""
 
     @cached_property
     def meshes(self) -> Meshes:
@@ -73,7 +78,7 @@ class Programs:
         """The axis sizes of the meshes."""
         meshes = self.meshes
         sizes = {"train": dict(meshes.train.shape), "sampler": dict(meshes.sampler.shape)}
-        return MeshSizes(**sizes, samplers=meshes.count)
+        return MeshSizes(**sizes, samplers=self.samplers or meshes.count)
 
     @cached_property
     def state(self) -> TrainState:
@@ -82,9 +87,16 @@ class Programs:
 
     def lowered(self) -> dict[str, Lower]:
         """Maps the name of each program to a function that lowers it."""
-        decoded = jax.eval_shape(partial(decoding, temperature=self.config.sampling.temperature))
+        used = self.config.eval if self._only_evaluates else self.config.sampling
+        options = {name: value for name, value in vars(used).items() if name in _DECODING}
         transfer: Any = self._sampler.transfer
-        made: dict[str, Lower] = self.engine.programs(transfer.shapes, decoded)
+        made: dict[str, Lower] = self.engine.programs(
+            transfer.shapes, jax.eval_shape(partial(decoding, **options))
+        )
+        if self.samplers:
+            return made
+        if self._never_pauses:
+            made = {name: lower for name, lower in made.items() if "paused" not in name}
         rows, lengths, params = self.config.batch.rows_per_microbatch, self._row_lengths, self.state.params
         for part in stacks_of(params) if self.decoder.lora else (*self.decoder.stacks, "ends"):
             made[f"transfer{program_suffix(part)}"] = lambda part=part: transfer.lower(params)[part]
@@ -129,7 +141,7 @@ class Programs:
         tensor = sizes.sampler["tensor"]
         features = sum(state.arrays * state.heads_on(tensor) * state.head_dim for state in decoder.paged)
         cached = features * jnp.dtype(self._dtype).itemsize
-        return Resident(
+        resident = Resident(
             state=params + moments,
             moments=moments,
             reference=params if self._has_reference else 0,
@@ -148,8 +160,22 @@ class Programs:
             reread=reread,
             waiting=reread if prefill.longest > width else 0,
             decode_state=bytes_on_device(engine.state_structs, sizes.sampler),
-            paused=bytes_on_device(engine.parked_structs, sizes.sampler),
+            paused=0 if self._never_pauses else bytes_on_device(engine.parked_structs, sizes.sampler),
         )
+        if self.samplers:
+            training = "state", "moments", "reference", "teacher", "minibatch", "shorter", "gradient"
+            nothing: dict[str, Any] = dict.fromkeys(training, 0)
+            return replace(resident, **nothing)
+        return resident
+
+    @property
+    def _only_evaluates(self) -> bool:
+        """Whether the sampler on these devices samples evaluations only, because sample workers sample the responses in flight."""
+        return self.config.cluster.samplers > 0 and not self.samplers
+
+    @property
+    def _never_pauses(self) -> bool:
+        return self._only_evaluates and not self.config.environment.source
 
     @property
     def _dtype(self) -> str:
@@ -216,10 +242,14 @@ class Programs:
     @cached_property
     def _sampler(self) -> ResponseSampler:
         # The ends of responses are text, which depends on the tokenizer.
-        sampling = replace(self.config.sampling, stop=[], stop_token_ids=[])
+        config = replace(self.config, sampling=replace(self.config.sampling, stop=[], stop_token_ids=[]))
+        if self.samplers:
+            return worker_sampler(
+                config, self._policy, self.meshes, samplers=self.samplers, memory=self.memory
+            )
         return rollout_sampler(
             self._learner,
-            replace(self.config, sampling=sampling),
+            config,
             has_reference=self._has_reference,
             teacher=self._teacher,
             memory=self.memory,

@@ -85,7 +85,7 @@ class Topology:
         return (*[memory] * bool(self.chip.target), *[network] * self.has_network)
 
 
-def parse(name: str) -> Topology:
+def parse(name: str, *, option: str = "--topology") -> Topology:
     """Returns the slice or the machines with this name.
 
     Slices are CHIP:AxB, CHIP:AxBxC, or Google Cloud's name (v5p-256, v5litepod-64, v6e-8). GPUs are CHIP:N for N GPUs on one
@@ -97,7 +97,7 @@ def parse(name: str) -> Topology:
         return known[name]
     counted = re.fullmatch(r"(.+?)(?:x(\d+))?:(\d+)", name)
     if counted and (chip := CHIPS.get(counted[1])) and chip.target:
-        return _machines(name, chip, int(counted[2] or MACHINE_GPUS), int(counted[3]))
+        return _machines(f"{option} {name!r}", chip, int(counted[2] or MACHINE_GPUS), int(counted[3]))
     if (shaped := re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", name)) and shaped[1] in CHIPS:
         topology = Topology(chip=CHIPS[shaped[1]], shape=tuple(map(int, shaped[2].split("x"))))
         whole = len(topology.shape) == topology.chip.axes and all(topology.shape) and not topology.chip.target
@@ -108,15 +108,15 @@ def parse(name: str) -> Topology:
     of_chip = [text for text in known if re.split("[-:]", text)[0] == re.split("[-:]", name)[0]]
     similar = ", ".join(of_chip or nearest(name, known, count=3, least=0.0))
     raise ConfigError(
-        f"--topology {name!r}: no such slice or machine; the nearest names: {similar} (chips: {', '.join(CHIPS)})"
+        f"{option} {name!r}: no such slice or machine; the nearest names: {similar} (chips: {', '.join(CHIPS)})"
     )
 
 
-def _machines(name: str, chip: Chip, per_machine: int, count: int) -> Topology:
+def _machines(given: str, chip: Chip, per_machine: int, count: int) -> Topology:
     """Returns a topology of `count` GPUs, on one machine or on machines with `per_machine` GPUs."""
     if not count or not 1 <= per_machine <= MACHINE_GPUS:
         raise ConfigError(
-            f"--topology {name!r}: found {count} GPUs on machines of {per_machine}, needs at least 1 GPU and machines of 1 to {MACHINE_GPUS}; "
+            f"{given}: found {count} GPUs on machines of {per_machine}, needs at least 1 GPU and machines of 1 to {MACHINE_GPUS}; "
             f"for example, {chip.name}:{MACHINE_GPUS} or {chip.name}x4:16"
         )
     if count <= per_machine:
@@ -127,7 +127,7 @@ def _machines(name: str, chip: Chip, per_machine: int, count: int) -> Topology:
         )
         fits = max(size for size in range(1, MACHINE_GPUS) if count % size == 0)
         raise ConfigError(
-            f"--topology {name!r}: {count} GPUs do not fill machines of {per_machine}; write {lower}, {higher}, "
+            f"{given}: {count} GPUs do not fill machines of {per_machine}; write {lower}, {higher}, "
             f"or {chip.name}x{fits}:{count} for machines of {fits}"
         )
     return Topology(chip=chip, shape=(count // per_machine, per_machine))

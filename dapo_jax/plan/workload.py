@@ -40,6 +40,19 @@ class Assumptions:
     """Share of groups that are neither all correct nor all wrong."""
     turns: int | float | None = None
     """Mean number of turns per episode. If None, `environment.max_turns` is assumed."""
+    sampling_share: float = 0.5
+    """Fraction of the roofline that sample workers reach."""
+    update_share: float = 0.5
+    """Fraction of the roofline that the trainer of a run with sample workers reaches."""
+    transfer_gbit_s: float = 10.0
+    """Bandwidth in Gbit/s with which the weights reach all sample workers."""
+
+    def __post_init__(self) -> None:
+        shares = self.sampling_share, self.update_share
+        if not (all(0 < share <= 1 for share in shares) and self.transfer_gbit_s > 0):
+            raise ConfigError(
+                f"--sampling-share={shares[0]:g} and --update-share={shares[1]:g} must be above 0 and at most 1, and --transfer={self.transfer_gbit_s:g} above 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

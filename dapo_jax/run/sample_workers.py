@@ -15,9 +15,11 @@ from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
 from dapo_jax.health.stalls import Watch
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel import gpu_settings
+from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.learner import Learner, load_learner
 from dapo_jax.run.meshes import meshes_of
+from dapo_jax.run.policy import Policy
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.sampler_setup import response_sampler, rollout_spec
 from dapo_jax.run.updater_setup import recorded_values
@@ -58,15 +60,22 @@ def load_sampler(setup: WorkerSetup) -> tuple[ResponseSampler, dict[str, str]]:
     facts = facts_of(policy.files(weights=config.lora.rank > 0))
     if not config.lora.rank:
         policy = replace(policy, decoder=setup.decoder)
+    sampler = worker_sampler(config, policy, meshes, samplers=setup.samplers)
+    sampler.compile({"temperature": config.sampling.temperature})
+    return sampler, facts
+
+
+def worker_sampler(
+    config: TrainConfig, policy: Policy, meshes: Meshes, *, samplers: int, memory: int | None = None
+) -> ResponseSampler:
+    """Builds the sampler of one of `samplers` sample workers. For `memory`, see `response_sampler`."""
     records = any(name == "routes" for name, *_ in recorded_values(config, policy.decoder))
-    spec = rollout_spec(config, samplers=setup.samplers, records_routes=records)
+    spec = rollout_spec(config, samplers=samplers, records_routes=records)
     if not config.sampling.batch_invariant:
         # A round of a lost worker's responses comes after a round of this worker's own, which then leave their slots. All other workers may be lost.
         in_flight = max(spec.engine.in_flight * config.cluster.samplers, spec.engine.slots + 1)
         spec = spec._replace(engine=replace(spec.engine, in_flight=in_flight))
-    sampler = response_sampler(policy, meshes, spec, seed=config.seed)
-    sampler.compile({"temperature": config.sampling.temperature})
-    return sampler, facts
+    return response_sampler(policy, meshes, spec, seed=config.seed, memory=memory)
 
 
 def facts_of(files: Mapping[str, str]) -> dict[str, str]:

@@ -379,7 +379,7 @@ def test_another_model_makes_the_step_if_the_own_one_is_too_large(examined, monk
 def test_without_a_model_its_dependents_are_skipped_and_the_verdict_names_it(examined, tmp_path):
     found = examined(model__source=tmp_path / "none")
     skipped = {name for name, one in found.items() if one.state == "skipped"}
-    assert skipped == {"memory", "training data", "evaluation data", "grader", "weights", *STEP}
+    assert skipped == {"memory", "cluster", "training data", "evaluation data", "grader", "weights", *STEP}
     assert {found[name].message for name in skipped} == {"because 'model' failed"}
     assert {found[name].state for name in ("mesh", "run_dir", "metrics", "disk")} == {"ok"}
     assert verdict(found, configured=True) == (False, "This configuration cannot train here: see model.")

@@ -1,5 +1,7 @@
 """The plan counts the programs and the memory of a run."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
@@ -32,6 +34,21 @@ def test_responses_are_paused_beyond_the_slots_and_prefilled_in_chunks_if_they_m
     names = programs_of(f"rollout.in_flight={in_flight}", *pages).lowered()
     assert ("insert_paused" in names) == (in_flight > 16)
     assert ("prefill_part" in names) == bool(in_flight or pages)
+
+
+def test_sample_workers_have_the_programs_of_the_sampler_and_the_trainer_pauses_no_response():
+    """48 responses in flight and 16 slots. One of 2 workers may get the responses of the other. The trainer's sampler only evaluates."""
+    changes = ("rollout.in_flight=48", "cluster.address=auto", "cluster.samplers=2")
+    trainer = programs_of(*changes)
+    worker = replace(trainer, samplers=2)
+    assert {"score", "update_apply", "generate"} <= trainer.lowered().keys()
+    assert "insert_paused" not in trainer.lowered()
+    assert trainer.resident.paused == 0
+    assert {"generate", "insert_paused"} <= worker.lowered().keys()
+    assert not any(name.startswith(("score", "update", "transfer")) for name in worker.lowered())
+    rows = worker.decoder.vocab_rows
+    assert worker.resident.paused == 48 * (rows + 1) * 4
+    assert (worker.resident.state, worker.sizes.samplers) == (0, 2)
 
 
 def test_an_episode_keeps_its_pages_while_another_uses_its_slot():
