@@ -70,10 +70,25 @@ def _line_rows(path: Path) -> Iterator[FileRow]:
 
 def _fields(line: bytes) -> Mapping[str, Any] | Exception:
     try:
-        value = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
+        value = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"), object_pairs_hook=_object)
+    except _RepeatedKeyError as error:
+        return error
     except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError and JSONDecodeError
         return ValueError(f"not JSON: {error}")
     return value if isinstance(value, dict) else ValueError(f"not a JSON object: a {type(value).__name__}")
+
+
+class _RepeatedKeyError(ValueError):
+    """A key occurs twice in an object. Python's `json` would silently use the last one."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _RepeatedKeyError(f"the key {twice!r} occurs twice in one object; keep one of the two")
+    return fields
 
 
 def _parquet_rows(path: Path) -> Iterator[FileRow]:

@@ -35,16 +35,17 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
 def math_grader(response: str, answer: str) -> Verdict:
     r"""Finds the answer stated in the response and compares its meaning with the reference.
 
-    The answer is the text after the last `Answer:`, or the content of a later `\boxed{}`. Without either, a response that is a single
+    The answer is the content of the last `\boxed{}`. If no box is after the last `Answer:`, it is the text after this mark. Without either, a single
     line of mathematics is itself the answer. In other responses, the answer is the text after words such as "the answer is" or a heading such as
     `### Answer`. A displayed formula after these marks may have several lines. Other numbers are ignored, because they may match by accident, and so
-    are thoughts. A choice with its label, such as (B) 7, is B if the reference is a letter from A to J, otherwise 7. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the
-    response was cut off and has no answer.
+    are thoughts. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the response was cut off and has no answer. A choice with its
+    label, such as (B) 7, is B if the reference is a letter from A to J, otherwise 7.
 
     Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations), so 6/8 equals 3/4. If either
     cannot be parsed as a whole, the answer is wrong. Numbers are compared exactly, so 0.333 does not equal 1/3. A decimal with at least six
     significant digits also equals a number that rounds to it, so 0.333333 equals 1/3. An unevaluated sum, product or quotient of numbers, such as
-    8 + 2, is wrong, unless the reference is also unevaluated, because it may only repeat the question.
+    8 + 2, is wrong, unless the reference is also unevaluated, because it may only repeat the question. If the reference is a worked solution with a
+    `\boxed{}`, its content is the reference.
 
     This function has no time limit. If a comparison in a `GradingPool` exceeds the pool's time limit, its verdict is lost, so that
     slow comparisons can be distinguished from wrong answers.
@@ -53,6 +54,7 @@ def math_grader(response: str, answer: str) -> Verdict:
     from dapo_jax.rewards.math_equality import same_meaning
     from dapo_jax.rewards.math_reader import is_word, labelled, read, text_form
 
+    answer = _reference(answer)
     stated, where = _statement(without_thoughts(response)[-TAIL_CHARACTERS:])
     stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r" \1\2 ", stated))
     if stated is None:
@@ -87,26 +89,28 @@ def unread_by_math(answer: str) -> bool:
     """Returns True if the reference cannot be parsed as a whole and is therefore compared as text."""
     from dapo_jax.rewards.math_reader import read
 
-    return read(answer) is None
+    return read(_reference(answer)) is None
+
+
+def _reference(answer: str) -> str:
+    r"""Returns the content of the last `\boxed{}` in a reference, such as a worked solution of MATH, or else the reference."""
+    return last_box(answer)[0] or answer
 
 
 def _statement(text: str) -> tuple[str | None, str]:
     """Returns the stated answer, or None if it is missing or was cut off. Also returns the place where it was found or expected, in words."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
     text = text if answer is None else text[:answer] + re.sub("(?i)</(?:final_)?answer>", "\n", text[answer:])
-    display = None if answer is None else _DISPLAY.match(text, answer)
-    line_end = (
-        -1 if answer is None else text.find("\n", display.end() if display else answer) % (len(text) + 1)
-    )
-    # A box after the line of the last `Answer:` takes precedence, because it is the response's last statement.
-    boxed, has_box = last_box(text[line_end + 1 :])
+    # A box after the last `Answer:`, also on its line, takes precedence, because it is the response's last statement.
+    boxed, has_box = last_box(text[answer:])
     if has_box:
         return boxed, r"in the last \boxed{}"
     if answer is not None:
+        display = _DISPLAY.match(text, answer)
+        line = text[answer : text.find("\n", display.end() if display else answer) % (len(text) + 1)]
         # Emphasis such as **Answer: 34** opens before `Answer:` and closes after the value, so the closing ** is stripped.
-        return re.sub(r"(?<=\S)\*\*(?=\s|$)", "", text[answer:line_end]).strip().strip(
-            "*`"
-        ).strip() or None, "after the last 'Answer:'"
+        line = re.sub(r"(?<=\S)\*\*(?=\s|$)", "", line).strip().strip("*`").strip()
+        return line or None, "after the last 'Answer:'"
     whole = text.strip()
     where = "after words such as 'the answer is'"
     announced = list(_THE_ANSWER_IS.finditer(text))

@@ -30,6 +30,16 @@ _INNER = ("unit_tests", "ground_truth", "test_cases", "assert_case")
 """Names under which a field may have its tests."""
 
 
+_UNITS = {
+    **dict.fromkeys(("", "s", "sec", "second", "m", "mb", "mib", "megabyte"), 1.0),
+    **dict.fromkeys(("ms", "msec", "millisecond"), 1e-3),
+    **dict.fromkeys(("b", "byte"), 2.0**-20),
+    **dict.fromkeys(("k", "kb", "kib", "kilobyte"), 2.0**-10),
+    **dict.fromkeys(("g", "gb", "gib", "gigabyte"), 2.0**10),
+}
+"""Units of limits, in seconds or MiB."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CodeTests:
     """The tests of a problem. They have `inputs` and `outputs`, or `code`."""
@@ -169,8 +179,17 @@ def _lines(value: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    """Returns a limit that may be a number, a text with a unit, or a mapping with seconds and nanoseconds. Without a number, returns 0."""
+    """Returns a limit in seconds or MiB. It may be a number, a text with a unit, or a mapping with seconds and nanoseconds. Without a number, returns 0.
+
+    >>> _number("256 megabytes"), _number("2.5 s"), _number("500 ms"), _number("1 GB"), _number(None)
+    (256.0, 2.5, 0.5, 1024.0, 0.0)
+    """
     if isinstance(value, Mapping):
         return value.get("seconds", 0) + value.get("nanos", 0) / 1e9
-    found = re.match(r"\s*([0-9.]+)", str(value))
-    return float(found[1]) if found else 0.0
+    found = re.match(r"\s*([0-9.]+)\s*([A-Za-z]*)", str(value))
+    if found is None:
+        return 0.0
+    unit = found[2].lower()
+    if (size := _UNITS.get(unit, _UNITS.get(unit.removesuffix("s")))) is None:
+        raise ValueError(f"the limit {value!r} has an unknown unit; write it in seconds or MB")
+    return float(found[1]) * size

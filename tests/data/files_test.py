@@ -27,6 +27,11 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
     [
         (b'{"x": 1', "not JSON: Expecting ',' delimiter: line 1 column 8 (char 7)"),
         (b"[1, 2]", "not a JSON object: a list"),
+        (
+            b'{"answer": "1", "answer": "2"}',
+            "the key 'answer' occurs twice in one object; keep one of the two",
+        ),
+        (b'{"a": {"b": 1, "b": 1}}', "the key 'b' occurs twice in one object; keep one of the two"),
     ],
 )
 def test_a_bad_line_has_a_problem_and_the_next_is_read(tmp_path, line, problem):

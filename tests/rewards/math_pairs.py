@@ -226,6 +226,8 @@ SAME_RESPONSES = [  # whole responses
     ("**Final Answer**\n\nThe total is \\boxed{5}.", "5"), ("## Answer\n$$5$$\n\n## Note\nfoo", "5"), ("答案\uff1a5", "5"), ("答案是5", "5"), ("Réponse : 5", "5"),
     ("Antwort: 5", "5"), ("Ответ: 5", "5"), ("*Answer*: 5", "5"), ("__Answer__: 5", "5"), ("`Answer: 5`", "5"), ("<final_answer>5</final_answer>", "5"),
     ("The correct option is (B).", "B"), ("Answer: **(C)** Paris", "C"), ("answer = 34", "34"),
+    ("Answer:\n\\[\nx + 2 = 7 \\implies \\boxed{5}\n\\]", "5"), ("**Answer:** Bob has $\\boxed{5}$ zebras.", "5"), ("Answer: \\boxed{5} zebras", "5"),
+    ("Answer: 5", r"We have $x + 2 = 7$, so $x = \boxed{5}$."), ("Answer: 1,2", r"So $x = \boxed{1}$ or $\boxed{2}$."),
 ]  # fmt: skip
 
 DIFFERENT_RESPONSES = [  # whole responses
@@ -244,5 +246,6 @@ DIFFERENT_RESPONSES = [  # whole responses
     ("brothers decide on another brother saying 80 more,\nwhich is an excess", "80"), ("no idea", "34"), ("", "34"),
     (r"\boxed{5} or \boxed{6}", "6"), (r"\boxed{5}, \boxed{6}", "6"), ("<answer>34</answer> or 35", "35"), ("<answer>5 or 6</answer>", "6"),
     ("Answer: \\[\n5\n\\] and 6", "5"), ("Answer: \\[\n5", "5"), ("### Final Answer\nIt is 7 minus 5", "5"), ("Check the answer\n5 is prime", "5"),
-    ("Answer: (B) because A is wrong", "B"), ("答案\uff1a5\n答案\uff1a6", "5"),
+    ("Answer: (B) because A is wrong", "B"), ("答案\uff1a5\n答案\uff1a6", "5"), ("Answer: \\boxed{5} zebras\nAnswer: 6", "5"), ("Answer: 5, as \\boxed{6}", "5"),
+    ("Answer: 7", r"We have $x + 2 = 7$, so $x = \boxed{5}$."), ("Answer: 5", r"$\boxed{5"),
 ]  # fmt: skip

@@ -40,3 +40,25 @@ def test_a_row_without_tests_is_bad(load):
     with pytest.raises(ValueError, match="field 'input_output' has no tests; remove the row"):
         load([right, bad], **options)
     assert [row["prompt"] for row in load([right, bad], on_bad_row="skip", **options)] == ["Print 1."]
+
+
+@pytest.mark.parametrize(
+    ("time_limit", "memory_limit", "limits"),
+    [
+        ("2.0 seconds", "256.0 megabytes", (2.0, 256.0)),
+        ("1500 ms", "1 GB", (1.5, 1024.0)),
+        ("1sec", "512 KB", (1.0, 0.5)),
+        (2, 64, (2.0, 64.0)),
+        (None, "268435456 bytes", (0.0, 256.0)),
+    ],
+)
+def test_limits_have_units(time_limit, memory_limit, limits):
+    row = {"input_output": {"inputs": [""], "outputs": ["1"]}, "time_limit": time_limit}
+    tests = code_tests.tests_of("", {**row, "memory_limit": memory_limit})
+    assert (tests.cpu_s, tests.memory_mb) == limits
+
+
+def test_a_limit_with_an_unknown_unit_is_refused():
+    row = {"input_output": {"inputs": [""], "outputs": ["1"]}, "time_limit": "2 fortnights"}
+    with pytest.raises(ValueError, match="'2 fortnights' has an unknown unit"):
+        code_tests.tests_of("", row)
