@@ -19,6 +19,8 @@ _THE_ANSWER_IS = re.compile(
     r"|^[ \t]*(?:#{1,6}[ \t]*|\*\*|__)+(?:the )?(?:final )?answer(?:\*\*|__)?[ \t]*$"
 )
 """Matches words such as "the answer is", and a heading such as ### Final Answer."""
+_UPRIGHT_MARK = re.compile(r"\\text\w*\s*\{\s*((?:final )?answer\s*:)\s*\}", re.IGNORECASE)
+_MARK_IN_BOX = re.compile(r"(\\f?boxed\s*\{\s*(?:\\text\w*\s*\{\s*)?)(?:final )?answer\s*:", re.IGNORECASE)
 _DISPLAY = re.compile(
     r"\s*(?:\$\$.*?\$\$|\\\[.*?\\\]|\\begin\s*\{((?:align|gather|equation|multline)\*?)\}.*?\\end\s*\{\1\})",
     re.DOTALL,
@@ -99,6 +101,7 @@ def _reference(answer: str) -> str:
 
 def _statement(text: str) -> tuple[str | None, str]:
     """Returns the stated answer, or None if it is missing or was cut off. Also returns the place where it was found or expected, in words."""
+    text = _MARK_IN_BOX.sub(r"\1", _UPRIGHT_MARK.sub(r"\1 ", text))
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
     text = text if answer is None else text[:answer] + re.sub("(?i)</(?:final_)?answer>", "\n", text[answer:])
     # A box after the last `Answer:`, also on its line, takes precedence, because it is the response's last statement.
@@ -108,8 +111,7 @@ def _statement(text: str) -> tuple[str | None, str]:
     if answer is not None:
         display = _DISPLAY.match(text, answer)
         line = text[answer : text.find("\n", display.end() if display else answer) % (len(text) + 1)]
-        # Emphasis such as **Answer: 34** opens before `Answer:` and closes after the value, so the closing ** is stripped.
-        line = re.sub(r"(?<=\S)\*\*(?=\s|$)", "", line).strip().strip("*`").strip()
+        line = _unemphasized(line)
         return line or None, "after the last 'Answer:'"
     whole = text.strip()
     where = "after words such as 'the answer is'"
@@ -121,7 +123,13 @@ def _statement(text: str) -> tuple[str | None, str]:
     if display := _DISPLAY.match(text, announced[-1].end()):
         return display[0], where
     line = text[announced[-1].end() :].strip().partition("\n")[0]
-    return _SENTENCE_END.split(line)[0].strip() or None, where
+    return _unemphasized(_SENTENCE_END.split(line)[0]) or None, where
+
+
+def _unemphasized(line: str) -> str:
+    """Removes closing emphasis, which opened before the answer, as in **Answer: 34**, and a line break of TeX."""
+    line = re.sub(r"(?<=\S)\*\*(?=\s|$)", "", line).strip().strip("*`").strip()
+    return line.removesuffix("\\\\").strip()
 
 
 def last_box(text: str) -> tuple[str | None, bool]:

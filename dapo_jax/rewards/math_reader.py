@@ -65,7 +65,7 @@ _COMMANDS = {
         ("dfrac tfrac cfrac nicefrac sfrac", r"\frac"), ("dbinom tbinom", r"\binom"), ("times cdot ast", "*"), ("div", "/"), ("pm", "±"), ("mp", "∓"), ("lt", "<"), ("gt", ">"),
         ("le leq leqslant", "≤"), ("ge geq geqslant", "≥"), ("ne neq", "≠"), ("approx", "≈"), ("in", "∈"), ("cup", UNION), ("setminus backslash", WITHOUT), ("lvert rvert vert mid", "|"),
         ("dots ldots cdots dotsc", "…"), ("infty", "∞"), ("pi", "π"), ("degree", "°"), ("imath", "i"), ("lbrace", r"\{"), ("rbrace", r"\}"),
-        ("varnothing", r"\emptyset"),
+        ("varnothing", r"\emptyset"), ("colon", ":"),
     ) for name in names.split()
 }  # fmt: skip
 """Replacements for LaTeX commands, by command name. Commands that are not listed are kept."""
@@ -123,6 +123,7 @@ _NO_CONTENT = re.compile(
     re.DOTALL,
 )
 """Matches texts after a letter that are not the content of one choice, such as the rest of a formula, or further letters."""
+_NUMBERS = {"R": "\u211d", "Z": "\u2124", "N": "\u2115", "Q": "\u211a", "C": "\u2102"}
 _ALL_REALS = re.compile(
     r"\A[\s$]*(?:\\text\s*\{)?\s*(?i:(?:all|any|every) real numbers?|all reals)\s*\}?[\s$.]*\Z"
 )
@@ -158,6 +159,7 @@ def text_form(text: str) -> str:
     text = re.sub(r" (?<![0-9.] (?=[0-9.]))(?<!, (?=[0-9]{3}(?![0-9])))", "", text)
     text = re.sub(r"([_^])\{(\w)\}|(?<=[0-9A-F])(_)\{([0-9]{2})\}$", r"\1\2\3\4", _END.sub("", text))
     text = re.sub(r"^\(([0-9A-F]+)\)(?=_[0-9]+$)", r"\1", text)
+    text = re.sub(r'^["“](.*)["”]$', r"\1", text)
     return re.sub(r"^\(([A-Za-z]+)\)$", r"\1", re.sub(r"^\{([^{]*)\}$", r"\1", text))
 
 
@@ -192,7 +194,9 @@ def _simplified(text: str) -> str:
     text = re.sub(_MATRIX, lambda match: "⟦(" if match[1] == "begin" else ")⟧", text)
     if "⟦" in text:
         text = re.sub(r"\x01\s*(?=\)⟧)", "", text.replace("&", ",")).replace("\1", "),(")
-    text = re.sub(r"\\mathbb\s*(?:R|\{\s*R\s*\})", "\u211d", text)
+    text = re.sub(
+        r"\\mathbb\s*(?:([RZNQC])|\{\s*([RZNQC])\s*\})", lambda name: _NUMBERS[name[1] or name[2]], text
+    )
     text = re.sub(r"\u211d\s*(?:-|\\(?=\s))\s*(?=\\\{)", f"\u211d{WITHOUT}", _ALL_REALS.sub("\u211d", text))
     text = re.sub(
         r"\\\{\s*\\\}", r"\\emptyset", re.sub(_BASE, lambda match: f"_{{{_BASES[match[1]]}}}", text)

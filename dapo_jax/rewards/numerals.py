@@ -5,18 +5,27 @@ from decimal import Decimal
 from fractions import Fraction
 from unicodedata import decimal, normalize, numeric
 
+_GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega
+    Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"""
+_SIGNS = {
+    "angle": "∠", "triangle": "△", "cap": "∩", "subset": "⊂", "subseteq": "⊆", "land": "∧", "lor": "\u2228", "neg": "¬", "to": "→",
+    "emptyset": "∅", "lfloor": "⌊", "rfloor": "⌋", "lceil": "⌈", "rceil": "⌉",
+}  # fmt: skip
 _PLAIN = str.maketrans({
-    # Full-width ASCII is in the first line, hyphens, dashes and minus signs are in the second, spaces in the third.
+    # Full-width ASCII is in the first line, hyphens, dashes and minus signs are in the second, spaces and invisible characters in the third.
     **{sign + 0xFEE0: sign for sign in range(33, 127)},
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
-    **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
+    **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u200b\u200c\u200d\u2060\ufeff\u00ad", " "),
     **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
-    **dict.fromkeys("\u00f7\u2044\u2215", "/"), "≃": "≈", "∅": r"\emptyset ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "\u066b": ".", "\u066c": ",", "⩽": "≤", "⩾": "≥",
+    **dict.fromkeys("\u00f7\u2044\u2215", "/"), "≃": "≈", "\u066b": ".", "\u066c": ",", "。": ".", "、": ",", "⩽": "≤", "⩾": "≥",
+    **dict.fromkeys("\u00ba\u02da", "°"), "℃": "°C", "℉": "°F",
+    **{sign: f"\\{name} " for name, sign in _SIGNS.items()},
+    **{sign: f"\\{name} " for sign, name in zip("αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ", _GREEK.split(), strict=True)},
     **{sign: "\\frac{{{}}}{{{}}}".format(*Fraction(numeric(sign)).limit_denominator(8).as_integer_ratio()) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
 })  # fmt: skip
-_RAISED, _LOWERED = "⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "₊₋₀₁₂₃₄₅₆₇₈₉"
+_RAISED, _LOWERED = "⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿⁱ", "₊₋₀₁₂₃₄₅₆₇₈₉ₙᵢ"
 _SHIFTED = re.compile(f"([{_RAISED}]+)|[{_LOWERED}]+")
-_UNSHIFTED = str.maketrans(_RAISED + _LOWERED, "+-0123456789" * 2)
+_UNSHIFTED = str.maketrans(_RAISED + _LOWERED, "+-0123456789ni" * 2)
 
 _EXPONENT = r"(?:[eE][-+]?[0-9]{1,4}(?![0-9.]))?"
 NUMERAL = re.compile(rf"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+){_EXPONENT}")

@@ -101,6 +101,9 @@ SAME = [  # statements that mean the same as the reference
     (r"[1,2]\cup[2,3]", "[1,3]"), (r"x \ne 0", r"(-\infty,0)\cup(0,\infty)"), (r"\mathbb{R}\setminus\{0\}", r"x\neq 0"), (r"\mathbb R-\{0\}", r"x\neq 0"),
     (r"(0,2)\setminus\{1\}", r"(0,1)\cup(1,2)"), ("x>0 and x<1", "(0,1)"), (r"x\neq 0, x \neq 1", r"(-\infty,0)\cup(0,1)\cup(1,\infty)"),
     (r"\{x \mid x>3\}", r"(3,\infty)"), (r"\{x\in\mathbb{R} : x \ne 0\}", r"x\ne 0"), (r"\text{all real numbers}", r"(-\infty,\infty)"),
+    ('"blue"', "blue"), (r"3\colon 5", "3:5"),
+    ("5\u200b", "5"), ("\ufeff5", "5"), ("5。", "5"), ("1、2", "1,2"), ("90\u02da", "90"), ("5℃", "5"), ("2θ", r"2\theta"), ("Δ", r"\Delta"), ("2ⁿ", "2^n"), ("aₙ", "a_n"),
+    ("∠A = 5°", "5"), ("A∩B", r"A\cap B"), ("\u2124", r"\mathbb{Z}"), (r"\mathbb Z", r"\mathbb{Z}"),
     ("(B) 7", "B"), (r"\textbf{(B)}\ 7", "B"), (r"\textbf{(B)}\ 7", "7"), (r"\text{B) } 7", "B"), ("C. Paris", "C"), ("Option D", "D"), ("[A]", "A"),
     ("(C) Paris", "paris"), ("B: 7", "7"), ("C. 3x+1", "3x+1"),
 ]  # fmt: skip
@@ -195,6 +198,7 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     (r"x<-2 or y>3", r"(-\infty,-2)\cup(3,\infty)"), (r"x<-2, x>3", r"(-\infty,-2)\cup(3,\infty)"), (r"\mathbb{R}^+", r"\mathbb{R}"), (r"\mathbb{R}\setminus\{0\}", r"\mathbb{R}"),
     ("100,5", "100.5"), (r"0\frac{24}{25}", r"\frac{24}{25}"), ("0 1/2", "1/2"), ("1000,999", "1000999"), ("(1000,99)", "1000.99"), ("2^{10}-1", "1023"), ("1-1/4", "3/4"), (r"\ln x^2", r"\ln x"), ("3\u200b4", "34"), ("no more than 5", "5"),
     ("the additive inverse of 5", "-5"), ("5 lakh", "5"), ("nine tenths of 5", "5"), ("5h 30m", "5"), ("XY", "YX"), ("Pq", "pQ"), ("x_1+x_2=5", "5"), (r"\sin x = 1", "1"), ("f(f(2))=5", "4"),
+    ("1\u200b2", "12"), (r"\mathbb{Z}", r"\mathbb{N}"), ("2θ", r"2\phi"), ("A∩B", r"A\cup B"), ("1、2", "12"), ("2ⁿ", "2n"), ("5ⁿ", "5"),
     ("3 million", "3"), ("3 millionths", "3000000"), ("1/2 million", "500000.5"), ("2 million and 5", "2000000"), (r"5\color{red}", "5"), (r"1\color{red}2", "12"),
     (r"(\pm 1, \pm 1)", "(1,1),(-1,-1)"), (r"\pm 1 \pm\sqrt2", r"1+\sqrt2,-1-\sqrt2"), (r"0, \pm 2", "-2,2"), ("1/2 or 0.6", "1/2"), ("5 or 6", "6,7"),
     ("$5", "5 cents"), (r"\$5", r"5\text{ cents}"), ("5 cents", r"\$5"), ("€5", "5 dollars"), (r"\lfloor 3.7\rfloor", "4"), (r"\lfloor x\rfloor", "x"),
@@ -227,6 +231,7 @@ SAME_RESPONSES = [  # whole responses
     ("Antwort: 5", "5"), ("Ответ: 5", "5"), ("*Answer*: 5", "5"), ("__Answer__: 5", "5"), ("`Answer: 5`", "5"), ("<final_answer>5</final_answer>", "5"),
     ("The correct option is (B).", "B"), ("Answer: **(C)** Paris", "C"), ("answer = 34", "34"),
     ("Answer:\n\\[\nx + 2 = 7 \\implies \\boxed{5}\n\\]", "5"), ("**Answer:** Bob has $\\boxed{5}$ zebras.", "5"), ("Answer: \\boxed{5} zebras", "5"),
+    ("**The answer is 5**", "5"), ("*The answer is 5.*", "5"), (r"\boxed{\text{Answer: } 5}", "5"), (r"\boxed{Answer: 5}", "5"), (r"\textbf{Answer:} $5$", "5"), ("Answer: 5\\\\", "5"),
     ("Answer: 5", r"We have $x + 2 = 7$, so $x = \boxed{5}$."), ("Answer: 1,2", r"So $x = \boxed{1}$ or $\boxed{2}$."),
 ]  # fmt: skip
 
