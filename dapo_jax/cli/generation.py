@@ -105,6 +105,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     overrides += ["data.chat=true"] * arguments.chat + arguments.overrides
     evaluation = evaluate(arguments.model, arguments.config, overrides=overrides, keep=arguments.keep)
     print(table(evaluation.scores, metric=evaluation.metric), end="")
+    print("".join(f"{printable(note)}\n" for note in evaluation.notes), end="")
     for name, groups in evaluation.groups.items():
         if lost := lost_verdicts(groups):
             print(f"{name}: {printable(lost)}")

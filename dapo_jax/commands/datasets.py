@@ -63,7 +63,7 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
         folder = None if base is None else folder_of(base, weights=False)
         tokenizer = ByteTokenizer() if folder is None else load_tokenizer(folder)
     with prefixed(f"data.source={data.source!r}, split {split!r}"):
-        lengths, _ = measured_prompts(rows, tokenizer, PromptFormat(data))
+        lengths, *_ = measured_prompts(rows, tokenizer, PromptFormat(data))
         shown = [(row, *PromptFormat(data).encode(row["prompt"], tokenizer)) for row in rows[: max(0, count)]]
     unit = "tokens" if model else "bytes"
     marks = " ".join(f"{name} {int(np.quantile(lengths, share))}" for name, share in _QUANTILES.items())

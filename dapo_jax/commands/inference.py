@@ -51,6 +51,8 @@ class Evaluation:
     """Maps the name of each dataset to its graded groups."""
     metric: str = "correct"
     """`score` if the training run's `dynamic_sampling.metric` is `score` and the grader returned scores, else `correct`."""
+    notes: Sequence[str] = ()
+    """Messages about rows of the datasets that are left out."""
 
 
 def evaluate(
@@ -82,7 +84,7 @@ def evaluate(
     environment = environment_of(config, reward=reward)
     config = replace(config, data=with_template_date(config.data, like=data_of_run(model)))
     tokenizer = tokenizer_of(ModelConfig(source=model))
-    held_out = held_out_prompts(config.data, config.eval, tokenizer, rows=rows)
+    held_out, notes = held_out_prompts(config.data, config.eval, tokenizer, rows=rows)
     policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     sampler = sampler_of(evaluation_spec(config), seed=config.seed)
     groups_of: dict[str, list[Group]] = {}
@@ -102,7 +104,7 @@ def evaluate(
     rollouts = (rollout for groups in groups_of.values() for group in groups for rollout in group.rollouts)
     if all(rollout.verdict.score is None for rollout in rollouts):
         metric = "correct"
-    return Evaluation(scores=scores, groups=groups_of, metric=metric)
+    return Evaluation(scores=scores, groups=groups_of, metric=metric, notes=notes)
 
 
 def _configured(

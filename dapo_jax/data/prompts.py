@@ -107,21 +107,28 @@ def row_order(
 
 def measured_prompts(
     rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, prompt_format: PromptFormat
-) -> tuple[Int64[np.ndarray, " rows"], list[bytes]]:
-    """Returns each row's prompt length in tokens, and a hash of each row's prompt tokens and grader fields.
+) -> tuple[Int64[np.ndarray, " rows"], list[bytes], list[bytes]]:
+    """Returns each row's prompt length in tokens, a hash of each row's prompt tokens and grader fields, and its `question_digest`.
 
     Raises ValueError if a prompt cannot be tokenized.
     """
-    lengths, digests = [], []
+    lengths, digests, questions = [], [], []
     for index in range(len(rows)):
         row = rows[index]
         _, tokens = _encoded(row, tokenizer, index, prompt_format)
         lengths.append(len(tokens))
+        questions.append(question_digest(tokens, row["answer"]))
         # Excludes a row's position in its file from the hash, because it does not affect training.
         seen = {name: row[name] for name in sorted(row) if name != "source_row"}
         content = json.dumps(seen, default=_plain, skipkeys=True).encode()
         digests.append(hashlib.sha256(tokens.tobytes() + content).digest())
-    return np.array(lengths, np.int64), digests
+    return np.array(lengths, np.int64), digests, questions
+
+
+def question_digest(tokens: Int32[np.ndarray, " prompt"], answer: str) -> bytes:
+    """Returns a hash of a prompt's tokens and its answer."""
+    content = tokens.astype(np.int32).tobytes() + answer.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(content, digest_size=8).digest()
 
 
 def _plain(value: object) -> Any:

@@ -12,10 +12,15 @@ class LoadedRows(Sequence[Mapping[str, Any]]):
     """The rows of a split. Each row is loaded when it is accessed."""
 
     def __init__(
-        self, rows: Sequence[Any], note: str = "", read: Callable[[Any], Mapping[str, Any]] = lambda row: row
+        self,
+        rows: Sequence[Any],
+        note: str = "",
+        read: Callable[[Any], Mapping[str, Any]] = lambda row: row,
+        *,
+        leaves_out: bool = False,
     ) -> None:
-        """Wraps stored rows. `note` is a message that reports rows that were left out. `read` decodes a stored row."""
-        self._rows, self.note, self._read = rows, note, read
+        """Wraps stored rows. `note` is a message about their number and rows that were left out (`leaves_out`). `read` decodes a stored row."""
+        self._rows, self.note, self._read, self.leaves_out = rows, note, read, leaves_out
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -96,7 +96,11 @@ def load_rows(
         )
     source = builder.as_data_source(split=split)
     counts = (builder.info.metadata or {}).get(split.partition("[")[0], {})
-    return LoadedRows(source, _note(source_name, counts) if counts else "", _row)
+    note, leaves_out = (
+        _note(source_name, counts) if counts else "",
+        any(counts.get(name) for name in ("repeated", "skipped")),
+    )
+    return LoadedRows(source, note, _row, leaves_out=leaves_out)
 
 
 def dataset_splits(

@@ -49,8 +49,9 @@ def _shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
 def evaluation_data(subject: Subject) -> Found:
     """Checks that there are prompts to evaluate on."""
     data, evaluation = with_template_date(subject.config.data), subject.config.eval
-    datasets = held_out_prompts(data, evaluation, subject.tokenizer, rows=subject.rows)
-    return Found(", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in datasets.items()))
+    datasets, notes = held_out_prompts(data, evaluation, subject.tokenizer, rows=subject.rows)
+    counts = ", ".join(f"{name}: {len(prompts):,} prompts" for name, prompts in datasets.items())
+    return Found("; ".join([counts, *notes]))
 
 
 def grader(subject: Subject) -> Found:

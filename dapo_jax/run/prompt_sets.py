@@ -1,11 +1,11 @@
 """Loads the prompts for training, evaluation and supervised fine-tuning from a configuration."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import date
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from dapo_jax.config.data_schema import SourceConfig
 from dapo_jax.config.keys import prefixed
 from dapo_jax.config.section import entries
 from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.data.prompts import PromptSource, held_out, measured_prompts
+from dapo_jax.data.prompts import PromptSource, held_out, measured_prompts, question_digest
 from dapo_jax.data.rows import LoadedRows, checked_rows
 from dapo_jax.data.sources import dataset_splits, load_rows
 from dapo_jax.text.formatting import PromptFormat
@@ -30,11 +30,22 @@ class PromptSets:
 
     training: PromptSource
     notes: Sequence[str]
-    """Messages about rows that are left out."""
+    """Messages about rows that are left out, and about training prompts in the evaluation."""
+    questions: frozenset[bytes] = frozenset()
+    """The `question_digest` of each prompt to train on. A dataset in which a question repeats is left out, because other fields distinguish its rows."""
     identity: Sequence[Mapping[str, Any]]
     """For each dataset to train on, its name and the number and sha256 of its prompts. Stored in checkpoints."""
     held_out: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     """Maps the name of each evaluation dataset to its prompts. Empty if the run has no evaluation."""
+
+
+class HeldOut(NamedTuple):
+    """The prompts of the evaluation datasets."""
+
+    prompts: dict[str, list[Prompt]]
+    """Maps the name of each dataset to its prompts."""
+    notes: list[str]
+    """Messages about rows that are left out."""
 
 
 def with_template_date(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
@@ -55,7 +66,19 @@ def prompt_sets(
     training = training_prompts(config.data, tokenizer, seed=config.seed, rows=rows)
     if rows is not None and eval_rows is None:
         return training
-    return replace(training, held_out=held_out_prompts(config.data, config.eval, tokenizer, rows=eval_rows))
+    held_out, notes = held_out_prompts(config.data, config.eval, tokenizer, rows=eval_rows)
+    notes = [*training.notes, *notes, *_trained_on(training.questions, held_out)]
+    return replace(training, held_out=held_out, notes=notes)
+
+
+def _trained_on(questions: frozenset[bytes], held_out: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
+    """Yields a message for each evaluation dataset with prompts that are also trained on."""
+    for name, prompts in held_out.items():
+        if count := sum(question_digest(prompt.tokens, prompt.answer) in questions for prompt in prompts):
+            yield (
+                f"eval {name}: {count:,} of {len(prompts):,} prompts are also trained on, so the scores are not of new questions; "
+                "choose another split or dataset in data.eval_split or eval.datasets"
+            )
 
 
 def training_prompts(
@@ -70,10 +93,11 @@ def training_prompts(
     parts: list[Sequence[int]] = []
     notes: list[str] = []
     identity: list[Mapping[str, Any]] = []
+    questions = set[bytes]()
     for source in sources:
         with _named(source, given=rows is not None):
             loaded = _load(data, source, role="train") if rows is None else LoadedRows(checked_rows(rows))
-            lengths, digests = measured_prompts(loaded, tokenizer, PromptFormat(data))
+            lengths, digests, asked = measured_prompts(loaded, tokenizer, PromptFormat(data))
             kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
             if len(loaded) and not len(kept):
                 raise ValueError(
@@ -90,6 +114,7 @@ def training_prompts(
             )
         parts.append((kept + sum(map(len, datasets))).tolist())
         datasets.append(loaded)
+        questions |= {*asked} if len({*asked}) == len(asked) else set()
         whole = hashlib.sha256(b"".join(digests[index] for index in kept)).hexdigest()
         identity.append({"source": source.title, "count": len(kept), "sha256": whole})
     source = PromptSource(
@@ -102,7 +127,7 @@ def training_prompts(
         parts=parts,
         weights=[source.weight for source in sources],
     )
-    return PromptSets(training=source, notes=notes, identity=identity)
+    return PromptSets(training=source, notes=notes, identity=identity, questions=frozenset(questions))
 
 
 def repeated_prompts(config: TrainConfig, rows: int) -> tuple[str, str] | None:
@@ -118,14 +143,14 @@ def repeated_prompts(config: TrainConfig, rows: int) -> tuple[str, str] | None:
 
 def held_out_prompts(
     data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None
-) -> dict[str, list[Prompt]]:
-    """Returns the prompts of each evaluation dataset by name. The datasets are the given rows, or `eval.datasets`, or the eval split of `data.source`. Raises
+) -> HeldOut:
+    """Returns the prompts of each evaluation dataset by name, and messages about rows that are left out. The datasets are the given rows, or `eval.datasets`, or the eval split of `data.source`. Raises
     ConfigError if a dataset cannot be read, or a prompt is too long. Long prompts are not left out, because that would change the score."""
-    prompts: dict[str, list[Prompt]] = {}
+    prompts, notes = dict[str, list[Prompt]](), list[str]()
     default = [_own_source(data, data.eval_split)]
     for source in _evaluation_sources(data, config) if rows is None else default:
         with _named(source, given=rows is not None):
-            loaded = _load(data, source, role="test") if rows is None else checked_rows(rows)
+            loaded = _load(data, source, role="test") if rows is None else LoadedRows(checked_rows(rows))
             prompts[source.title] = held_out(
                 loaded,
                 tokenizer,
@@ -133,7 +158,9 @@ def held_out_prompts(
                 prompt_format=PromptFormat(data),
                 limit=min(config.prompts, len(loaded)),
             )
-    return prompts
+        if loaded.leaves_out:
+            notes.append(f"eval {source.title}: {loaded.note}")
+    return HeldOut(prompts, notes)
 
 
 def every_split(data: DataConfig) -> dict[str, LoadedRows]:

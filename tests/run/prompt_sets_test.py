@@ -6,8 +6,14 @@ from datetime import date
 
 import pytest
 
-from dapo_jax.config import ConfigError, DataConfig, EvalConfig
-from dapo_jax.run.prompt_sets import concatenated, held_out_prompts, training_prompts, with_template_date
+from dapo_jax.config import ConfigError, DataConfig, EvalConfig, TrainConfig
+from dapo_jax.run.prompt_sets import (
+    concatenated,
+    held_out_prompts,
+    prompt_sets,
+    training_prompts,
+    with_template_date,
+)
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer
 
@@ -81,6 +87,38 @@ def test_an_over_long_prompt_is_an_error_in_evaluation(sums):
     datasets = [{"source": "jsonl", "path": str(sums / "more.jsonl")}]
     with pytest.raises(ConfigError, match=r"'jsonl': more\.jsonl, line 10: the prompt has 50 tokens"):
         held_out_prompts(one(sums, "sums"), EvalConfig(datasets=datasets), TOKENIZER)
+
+
+def test_rows_that_an_evaluation_leaves_out_are_counted(sums):
+    (sums / "eval.jsonl").write_text(
+        '{"prompt": "1", "answer": "1"}\n{"prompt": "1", "answer": "2"}\n{"prompt": "2"}\n'
+    )
+    datasets = [{"source": str(sums / "eval.jsonl")}]
+    config = one(sums, "sums", on_bad_row="skip")
+    prompts, notes = held_out_prompts(config, EvalConfig(datasets=datasets), TOKENIZER)
+    assert [prompt.text for prompt in prompts["eval"]] == ["1"]
+    [note] = notes
+    assert note.startswith("eval eval: ")
+    assert (
+        "1 prompts from 3 rows (1 repeated, 1 of them with a different answer; 1 bad: eval.jsonl, line 3"
+        in note
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "held_out", "shared"),
+    [
+        (["1+1", "2+2"], ["2+2", "3+3"], 1),
+        (["1+1", "2+2"], ["3+3"], 0),
+        (["play", "play"], ["play"], 0),  # other fields distinguish the rows
+    ],
+)
+def test_questions_in_training_and_evaluation_are_counted(rows, held_out, shared):
+    rows, held_out = ([{"prompt": text, "answer": "1"} for text in texts] for texts in (rows, held_out))
+    config = TrainConfig(run_dir=".", data=DataConfig(source="rows"))
+    found = prompt_sets(config, TOKENIZER, rows=rows, eval_rows=held_out)
+    assert len(found.notes) == (shared > 0)
+    assert all(f"{shared} of {len(held_out)} prompts are also trained on" in note for note in found.notes)
 
 
 def test_a_mixture_needs_datasets_to_evaluate_on(sums):
