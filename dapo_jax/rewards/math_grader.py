@@ -31,7 +31,10 @@ _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _BETWEEN_BOXES = re.compile(r"(?:[ ,;$]|\\[()\[\],;:]|\\q?quad|(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)*")
 _LEADING_EQUALS = re.compile(r"^((?:\\\(|\\\[|\$|\s)*)=(?![=>])")
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}")
-_SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
+_SENTENCE_END = re.compile(
+    r"[.?](?=\s|\Z)|(?<!\\)!(?=\s*\Z|\s+(?![-=+*/<>≤≥≈]|\\(?:cdot|times|div|approx|le|ge)))"
+)
+"""Matches the end of a sentence. An exclamation mark before a sign, as in 5! = 120, is a factorial."""
 
 
 def math_grader(response: str, answer: str) -> Verdict:
@@ -66,7 +69,8 @@ def math_grader(response: str, answer: str) -> Verdict:
         letter, content = choice
         stated = letter if re.fullmatch("[A-J]", wanted) else content or stated
         extracted = text_form(stated)
-    if extracted and (extracted == wanted or (is_word(wanted) and extracted.lower() == wanted)):
+    same = extracted == wanted or (is_word(wanted) and extracted.lower() == wanted)
+    if extracted and same and not differ_in_unit(stated, answer):
         return Verdict(correct=True, extracted=extracted, reason=f"{where}: equal as text")
     stated_value, gold = read(stated), read(answer)
     if stated_value is not None and stated_value.undone and not (gold is not None and gold.undone):

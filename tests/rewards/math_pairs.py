@@ -201,7 +201,7 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     ("1\u200b2", "12"), (r"\mathbb{Z}", r"\mathbb{N}"), ("2θ", r"2\phi"), ("A∩B", r"A\cup B"), ("1、2", "12"), ("2ⁿ", "2n"), ("5ⁿ", "5"),
     ("3 million", "3"), ("3 millionths", "3000000"), ("1/2 million", "500000.5"), ("2 million and 5", "2000000"), (r"5\color{red}", "5"), (r"1\color{red}2", "12"),
     (r"(\pm 1, \pm 1)", "(1,1),(-1,-1)"), (r"\pm 1 \pm\sqrt2", r"1+\sqrt2,-1-\sqrt2"), (r"0, \pm 2", "-2,2"), ("1/2 or 0.6", "1/2"), ("5 or 6", "6,7"),
-    ("$5", "5 cents"), (r"\$5", r"5\text{ cents}"), ("5 cents", r"\$5"), ("€5", "5 dollars"), (r"\lfloor 3.7\rfloor", "4"), (r"\lfloor x\rfloor", "x"),
+    ("$5", "5 cents"), (r"\$5", r"5\text{ cents}"), ("5 cents", r"\$5"), ("€5", "5 dollars"), ("$5", "5 €"), (r"\lfloor 3.7\rfloor", "4"), (r"\lfloor x\rfloor", "x"),
     (r"1011_{\text{three}}", "1011_2"), ("AB_{16}", "AB_1"), (r"\begin{aligned}x&=1\\y&=2\end{aligned}", "2"), (r"\begin{cases}1&x>0\\2&x<0\end{cases}", "1,2"),
     (r"(0,1)\cup(1,2)", "(0,2)"), (r"[0,1]\cup[2,3]", "[0,3]"), (r"x \ne 0", r"(0,\infty)"), (r"x \ne 0", "0"), (r"y \ne 0", r"x \ne 0"), (r"\mathbb{R}\setminus\{1\}", r"x\neq 0"),
     (r"(0,2)\setminus\{1\}", "(0,2)"), ("x>0, y<1", "(0,1)"), (r"\{x \mid x>3\}", "3"), ("all real numbers except 0", r"\mathbb{R}"),
@@ -231,7 +231,7 @@ SAME_RESPONSES = [  # whole responses
     ("Antwort: 5", "5"), ("Ответ: 5", "5"), ("*Answer*: 5", "5"), ("__Answer__: 5", "5"), ("`Answer: 5`", "5"), ("<final_answer>5</final_answer>", "5"),
     ("The correct option is (B).", "B"), ("Answer: **(C)** Paris", "C"), ("answer = 34", "34"),
     ("Answer:\n\\[\nx + 2 = 7 \\implies \\boxed{5}\n\\]", "5"), ("**Answer:** Bob has $\\boxed{5}$ zebras.", "5"), ("Answer: \\boxed{5} zebras", "5"),
-    ("**The answer is 5**", "5"), ("*The answer is 5.*", "5"), (r"\boxed{\text{Answer: } 5}", "5"), (r"\boxed{Answer: 5}", "5"), (r"\textbf{Answer:} $5$", "5"), ("Answer: 5\\\\", "5"),
+    ("**The answer is 5**", "5"), ("The answer is 5! = 120.", "120"), ("The answer is 5!", "5"), (r"The answer is $1,\! 234$.", "1234"), ("*The answer is 5.*", "5"), (r"\boxed{\text{Answer: } 5}", "5"), (r"\boxed{Answer: 5}", "5"), (r"\textbf{Answer:} $5$", "5"), ("Answer: 5\\\\", "5"),
     ("Answer: 5", r"We have $x + 2 = 7$, so $x = \boxed{5}$."), ("Answer: 1,2", r"So $x = \boxed{1}$ or $\boxed{2}$."),
 ]  # fmt: skip
 
@@ -252,5 +252,5 @@ DIFFERENT_RESPONSES = [  # whole responses
     (r"\boxed{5} or \boxed{6}", "6"), (r"\boxed{5}, \boxed{6}", "6"), ("<answer>34</answer> or 35", "35"), ("<answer>5 or 6</answer>", "6"),
     ("Answer: \\[\n5\n\\] and 6", "5"), ("Answer: \\[\n5", "5"), ("### Final Answer\nIt is 7 minus 5", "5"), ("Check the answer\n5 is prime", "5"),
     ("Answer: (B) because A is wrong", "B"), ("答案\uff1a5\n答案\uff1a6", "5"), ("Answer: \\boxed{5} zebras\nAnswer: 6", "5"), ("Answer: 5, as \\boxed{6}", "5"),
-    ("Answer: 7", r"We have $x + 2 = 7$, so $x = \boxed{5}$."), ("Answer: 5", r"$\boxed{5"),
+    ("The answer is 5! = 120.", "5"), ("The answer is 5! + 1.", "5"), ("Answer: 7", r"We have $x + 2 = 7$, so $x = \boxed{5}$."), ("Answer: 5", r"$\boxed{5"),
 ]  # fmt: skip
