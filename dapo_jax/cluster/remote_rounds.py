@@ -35,7 +35,6 @@ _SLOW = 10
 _BEGIN_S = 1200.0
 """Time limit in seconds for the arrival of a version of the weights. Ray notices a lost node earlier."""
 
-
 _LOOK_S = 1.0
 """Interval in seconds at which a thread looks whether the run has ended."""
 
@@ -51,7 +50,7 @@ class _Worker:
         self.index, self._owner = index, owner
         self._thread = ThreadPoolExecutor(1, f"sample_worker_{index}")
         self._actor: Actor | None = None
-        self._calls: list[tuple[tuple[Any, ...], bytes]] = []
+        self.calls: list[tuple[tuple[Any, ...], bytes]] = []
         """The calls that a new process must get, and the digest of each result."""
         self._closed = False
         self.lost = False
@@ -59,10 +58,6 @@ class _Worker:
         self.replaced = 0
         self.seconds: deque[float] = deque(maxlen=100)
         """The durations of the last rounds."""
-
-    def forget(self) -> None:
-        """Drops the calls for a new process, before the next version of the weights."""
-        self._calls = []
 
     def send(self, *call: Any) -> Future[Any]:
         """Calls a method of the worker, after all earlier calls. The future raises LostWorkerError if the process is lost, and ValueError if the worker refuses the call."""
@@ -84,7 +79,7 @@ class _Worker:
         later = call[0] == "take" and self._actor is None
         result = None if later else self._answer(self._started(), call)
         if call[0] in ("take", "begin") or (call[0] == "draw" and self._owner.replays):
-            self._calls.append((call, digest_of(result)))
+            self.calls.append((call, digest_of(result)))
         return result
 
     def _answer(self, actor: Actor, call: tuple[Any, ...]) -> Any:
@@ -134,7 +129,7 @@ class _Worker:
                     ) from error
                 time.sleep(_LOOK_S)
                 continue
-            for call, digest in self._calls:
+            for call, digest in self.calls:
                 if digest_of(self._answer(self._actor, call)) != digest:
                     raise ValueError(
                         f"sample worker {self.index} was replaced, but the same calls had other results: its device computes differently"
@@ -207,7 +202,7 @@ class RemoteWorkers:
         """
         transfer = self._sampler.transfer
         for worker in self.all:
-            worker.forget()
+            worker.calls = []
         for index, part in enumerate(transfer.parts(params)):
             self.watch.note("sending weights")
             stored = self.cluster.put([np.asarray(leaf) for leaf in jax.tree.leaves(part)])
@@ -219,19 +214,13 @@ class RemoteWorkers:
             own = probe(self._sampler, transfer(params), self._temperature)
             rounds.join()
             for worker in self.all:
-                self._compare(own, worker.send("probe").result(), worker.index)
+                found = worker.send("probe").result()
+                if digest_of((0, [own])) != digest_of((0, [found])):
+                    raise ValueError(
+                        f"sampling.batch_invariant=true, but sample worker {worker.index} samples other values with the same weights: {_values(found)}, here {_values(own)}. Use "
+                        "equal devices, programs and XLA_FLAGS for trainer and samplers, or set it to false"
+                    )
         return rounds
-
-    def _compare(self, own: Drawn, found: Drawn, index: int) -> None:
-        if digest_of((0, [own])) != digest_of((0, [found])):
-            values = [
-                f"tokens {one.record.ids.tolist()} with {one.record.logprobs.tolist()}"
-                for one in (own, found)
-            ]
-            raise ValueError(
-                f"sampling.batch_invariant=true, but sample worker {index} samples other values with the same weights: {values[1]}, here {values[0]}. Use "
-                "equal devices and programs for trainer and samplers, or set it to false"
-            )
 
     def metrics(self) -> dict[str, float | int]:
         """Returns the number of replaced processes in the run, and the slowest worker and its slowest round since the last call."""
@@ -376,6 +365,10 @@ class RemoteRounds:
                 raise RuntimeError(
                     f"{FAILURES} failures in a row with {name}. The last one: {error}"
                 ) from error
+
+
+def _values(drawn: Drawn) -> str:
+    return f"tokens {drawn.record.ids.tolist()} with {drawn.record.logprobs.tolist()}"
 
 
 def _name(response: ResponseId) -> str:

@@ -169,6 +169,7 @@ class Dies:
         if (index, process, draws) == (self.worker, 0, self.draws):
             is_it = lambda actor: (actor.object.index, actor.object.process) == (index, process)  # noqa: E731
             next(filter(is_it, self.fleet.cluster._actors)).kill()
+            raise DiedError("a dead worker samples nothing")
 
 
 @pytest.mark.parametrize("replays", [True, False])
