@@ -259,13 +259,13 @@ def without_evaluations(metrics):
 
 
 def learnt(metrics):
-    """Metrics without the clock's, and with nan comparable."""
+    """Metrics without the clock's and the cluster's, and with nan comparable."""
     return [
         {
             name: None if isinstance(value, float) and math.isnan(value) else value
             for name, value in line.items()
             # An equal program that is still running depends on the time.
-            if not name.startswith(("time/", "speed/", "memory/", "reward/code/cache_hits"))
+            if not name.startswith(("time/", "speed/", "memory/", "cluster/", "reward/code/cache_hits"))
         }
         for line in metrics
     ]
