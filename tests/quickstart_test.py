@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from dapo_jax.config import load_config
+from dapo_jax.trackers.rollout_log import read_rollouts
+from tests.cluster.conftest import cluster
+from tests.faults.micro import assert_the_same_run
 from tests.sandbox.running import run as sandboxed
 
 pytestmark = pytest.mark.slow
@@ -73,3 +76,30 @@ def test_the_warm_start_makes_a_base_model_that_is_right_a_third_to_half_of_the_
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert 0.3 <= json.loads(lines[-1])["eval/arithmetic/avg@8"] <= 0.5
     assert (tmp_path / "run" / "model" / "model.safetensors").stat().st_size < 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("quickstart_in_flight", []),
+        ("turns_quickstart", ["rollout.in_flight=128", "rollout.round_tokens=8", "rollout.weight_rounds=1"]),
+    ],
+)
+def test_a_quickstart_with_sample_workers_is_the_run_of_one_process(name, options, tmp_path, monkeypatch):
+    """Three steps, bit for bit: in one process, with two sample workers, and with three sample workers that have other slots."""
+    steps, config, (one, two, three) = 3, CONFIGS / f"{name}.yaml", map(tmp_path.joinpath, "123")
+    options = [*options, "sampling.batch_invariant=true", f"steps={steps}", "eval.prompts=16"]
+    options += ["log.rollouts_every_steps=1", "checkpoint.every_steps=1"]
+    run("train", config, *options, f"run_dir={one}")
+    for variable in OF_TESTS:
+        monkeypatch.delenv(variable, raising=False)
+    with cluster() as nodes:
+        nodes.add()
+        options += [f"cluster.address={nodes.address}", "cluster.resources={CPU: 1}"]
+        run("train", config, *options, "cluster.samplers=2", f"run_dir={two}")
+        run("train", config, *options, "cluster.samplers=3", "sampling.slots=48", f"run_dir={three}")
+    for found in (two, three):
+        assert_the_same_run(found, one)
+        for step in range(1, steps + 1):
+            rows = [read_rollouts(each / "rollouts" / f"step_{step:06d}.jsonl") for each in (found, one)]
+            assert rows[0] == rows[1] != []

@@ -1,5 +1,6 @@
 """Runs whose graders and environment work on the nodes of a cluster are the runs of one machine."""
 
+import re
 import signal
 import subprocess
 import time
@@ -9,10 +10,14 @@ import pytest
 
 from dapo_jax.cluster.remote_worker import RemoteWorker
 from dapo_jax.config import ClusterConfig, ConfigError, TrainConfig
+from dapo_jax.rewards.code_grader import VERDICTS
 from dapo_jax.run import build
+from dapo_jax.trackers.rollout_log import read_rollouts
 from dapo_jax.workers import Worker
 from tests.cluster.threads import ThreadCluster
+from tests.faults.code_kill_test import OPTIONS as CODE
 from tests.faults.micro import assert_the_same_run, make_run
+from tests.sandbox.running import run as sandboxed
 
 
 def test_the_configured_cluster_starts_the_workers(monkeypatch):
@@ -37,21 +42,33 @@ def test_no_connection_is_an_error_of_the_configuration(monkeypatch):
 # Slow: starts a cluster of two nodes, and three runs.
 @pytest.mark.slow
 def test_a_run_on_a_cluster_is_the_run_of_one_machine(two_nodes, tmp_path):
-    """Graders, and the environment `guess`; at the end, only the cluster's own processes are left."""
+    """Graders, the environment `guess`, and the grader `code` together with a grader on the nodes; at the end, only the cluster's own processes are left."""
+    sandboxed("pass")  # skips without bubblewrap
     environment = [
         "environment.source=guess",
         "reward.grader=exact",
         "dynamic_sampling.enabled=false",
         "sampling.batch_invariant=true",
     ]
-    for name, options in (("graders", []), ("environment", environment)):
+    for name, options in (("graders", []), ("environment", environment), ("code", CODE)):
         here, there = (make_run(tmp_path / name / place, steps=4) for place in ("here", "there"))
-        here.finish(*options, "workers.count=2")
-        there.finish(
-            *options, "workers.count=3", f"cluster.address={two_nodes.address}", "cluster.workers=true"
-        )
+        ours = ["workers.count=3", f"cluster.address={two_nodes.address}", "cluster.workers=true"]
+        for run, how in ((here, ["workers.count=2"]), (there, ours)):
+            how += ["log.rollouts_every_steps=1"]
+            if name == "code":
+                parts = f'[{{grader: code, weight: 1.0}}, {{grader: "{run.folder}/grader.py:seventh", weight: 0.5}}]'
+                how += [f"reward.grader={parts}"]
+            run.finish(*options, *how)
         assert_the_same_run(there.run_dir, here.run_dir)
+        assert verdicts(there) == verdicts(here)
+    assert all(row["reason"] for row in verdicts(there))
     assert left_of(tmp_path) == []
+
+
+def verdicts(run):
+    """The saved responses of four steps. A reason also has a folder or a time; its names of verdicts are kept."""
+    rows = [read_rollouts(run.run_dir / "rollouts" / f"step_{step:06d}.jsonl") for step in range(1, 5)]
+    return [row | {"reason": re.findall("|".join(VERDICTS), row["reason"])} for step in rows for row in step]
 
 
 # Slow: starts a cluster of two nodes, and four runs.
