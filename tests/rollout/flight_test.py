@@ -21,12 +21,8 @@ ROUND = 2
 @pytest.fixture(scope="module")
 def flying(micro):
     """Makes configurations with 16 responses in flight, four groups of which a step trains on two."""
-
-    def make(run_dir=None, **changes):
-        own = {"rollout__round_tokens": ROUND, "rollout__in_flight": 16, "sampling__slots": 16}
-        return micro(run_dir, **own | {"optimizer__epsilon": 0.1, "steps": 5} | changes)
-
-    return make
+    own = {"rollout__round_tokens": ROUND, "rollout__in_flight": 16, "sampling__slots": 16}
+    return partial(micro, **own, optimizer__epsilon=0.1, steps=5)
 
 
 @pytest.fixture(scope="module")

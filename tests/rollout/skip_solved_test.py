@@ -105,17 +105,10 @@ def graded(sample, *, even_sum):
 @pytest.fixture(scope="module")
 def skipping(micro):
     """Makes configurations of six steps. Responses end at a digit, so that almost none is truncated, and the policy hardly changes."""
-
-    def make(run_dir=None, **changes):
-        own = {"sampling__stop": list("0123456789"), "dynamic_sampling__skip_solved": 1, "steps": 6}
-        own |= {
-            "checkpoint__every_steps": 1,
-            "log__rollouts_every_steps": 1,
-            "optimizer__learning_rate": 1e-6,
-        }
-        return micro(run_dir, **own | changes)
-
-    return make
+    return partial(
+        micro, sampling__stop=list("0123456789"), dynamic_sampling__skip_solved=1, steps=6, checkpoint__every_steps=1, log__rollouts_every_steps=1,
+        optimizer__learning_rate=1e-6,
+    )  # fmt: skip
 
 
 def visited(result, steps):

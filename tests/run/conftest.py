@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -45,22 +46,25 @@ from dapo_jax.trackers.rollout_log import read_rollouts
 from dapo_jax.training.state import TrainState
 from tests.text.folders import files_of
 
+TOKENIZER = CharTokenizer("0123456789+=:,?")
+"""The quickstart's alphabet."""
 
-def save_micro_model(folder):
-    """Writes a model folder: one layer, 16 wide, the quickstart's alphabet."""
-    tokenizer = CharTokenizer("0123456789+=:,?")
-    decoder = tiny_decoder_config(
-        vocab_size=tokenizer.vocab_size, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
-        max_positions=128,
-    )  # fmt: skip
-    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
+
+def save_random(folder, decoder):
+    """Writes a model folder with random weights and the quickstart's alphabet, and returns its path."""
+    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=TOKENIZER).save(folder)
+    return str(folder)
+
+
+def save_micro_model(folder, **changes):
+    """Writes the folder of a model with one layer, 16 wide. Changes are fields of the decoder."""
+    sizes = {"embed_dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_dim": 16, "max_positions": 128}  # fmt: skip
+    return save_random(folder, tiny_decoder_config(vocab_size=TOKENIZER.vocab_size, **sizes | changes))
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_micro_model(folder)
-    return str(folder)
+    return save_micro_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
@@ -75,13 +79,8 @@ def model_without_weights(model, tmp_path_factory):
 @pytest.fixture(scope="session")
 def moe_model(tmp_path_factory):
     """A model like `model`, with two layers of eight experts. It is as wide as eight devices need."""
-    folder, tokenizer = tmp_path_factory.mktemp("moe_model"), CharTokenizer("0123456789+=:,?")
-    decoder = tiny_decoder_config(
-        vocab_size=tokenizer.vocab_size, embed_dim=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
-        max_positions=128, family="qwen3_moe", qk_norm="head", mlps=(Experts(8, 2, normalize=True),),
-    )  # fmt: skip
-    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
-    return str(folder)
+    experts = {"family": "qwen3_moe", "qk_norm": "head", "mlps": (Experts(8, 2, normalize=True),)}
+    return save_micro_model(tmp_path_factory.mktemp("moe_model"), layers=2, **experts)
 
 
 @pytest.fixture(scope="session")
@@ -131,6 +130,19 @@ def micro(model, tmp_path_factory):
         return config
 
     return make
+
+
+@pytest.fixture(scope="session")
+def micro_of(micro, tmp_path_factory):
+    """Makes configurations of a model with random weights, with prompts that responses share in packed rows, and a checkpoint at every step."""
+
+    def of(decoder, steps):
+        return partial(
+            micro, model__source=save_random(tmp_path_factory.mktemp("model"), decoder), steps=steps, batch__row_tokens=24, optimizer__epsilon=0.1,
+            optimizer__learning_rate=0.01, dynamic_sampling__surplus="discard", checkpoint__every_steps=1, checkpoint__keep=9, log__rollouts_every_steps=1,
+        )  # fmt: skip
+
+    return of
 
 
 def changed(config, key, value):

@@ -13,11 +13,8 @@ from dapo_jax.models.folder import read_config
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
-from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.caches import PAGE_TOKENS
-from dapo_jax.testing import tiny_params
-from dapo_jax.text.tokenizers import CharTokenizer
-from tests.run.conftest import assert_same_responses, assert_synchronous
+from tests.run.conftest import TOKENIZER, assert_same_responses, assert_synchronous
 
 STEPS = 2
 SMOOTH = 1e-3
@@ -34,34 +31,20 @@ FLIGHT = {"rollout__round_tokens": 2, "rollout__in_flight": 16, "sampling__slots
 """Twice as many responses as slots, so that responses leave their slots and return with their recurrent states."""
 
 
-def qwen(tokenizer, norm_eps=1e-6):
+def qwen(**changes):
     described = describe(
         DecoderConfig(
-            family="qwen3_5_text", vocab_size=tokenizer.vocab_size, embed_dim=16, layers=3, heads=4, kv_heads=2, head_dim=8, mlp_dim=16, max_positions=128,
-            qk_norm="head", norm_offset=1.0, attention_gate=True, ropes=(Rope(share=0.5),), mixers=MIXERS,
-            norm_eps=norm_eps,
+            family="qwen3_5_text", vocab_size=TOKENIZER.vocab_size, embed_dim=16, layers=3, heads=4, kv_heads=2, head_dim=8, mlp_dim=16, max_positions=128,
+            qk_norm="head", norm_offset=1.0, attention_gate=True, ropes=(Rope(share=0.5),), mixers=MIXERS, **changes,
         )
     )  # fmt: skip
     return understand(described, "config.json")
 
 
 @pytest.fixture(scope="module")
-def delta(micro, tmp_path_factory):
-    """Makes configurations with prompts that responses share in packed rows, and a checkpoint at every step."""
-    folders, tokenizer = {}, CharTokenizer("0123456789+=:,?")
-    for norm_eps in (1e-6, SMOOTH):
-        decoder, folder = qwen(tokenizer, norm_eps), tmp_path_factory.mktemp("delta")
-        Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
-        assert read_config(folder).mixers == MIXERS
-        folders[norm_eps] = str(folder)
-
-    def make(run_dir=None, *, norm_eps=1e-6, **changes):
-        fixed = {
-            "model__source": folders[norm_eps], "steps": STEPS, "batch__row_tokens": 24, "optimizer__epsilon": 0.1, "optimizer__learning_rate": 0.01,
-            "dynamic_sampling__surplus": "discard", "checkpoint__every_steps": 1, "checkpoint__keep": 9, "log__rollouts_every_steps": 1,
-        }  # fmt: skip
-        return micro(run_dir, **fixed | changes)
-
+def delta(micro_of):
+    make = micro_of(qwen(), STEPS)
+    assert read_config(make().model.source).mixers == MIXERS
     return make
 
 
@@ -80,10 +63,11 @@ def test_packed_rows_with_shared_prompts_are_scored_as_they_were_sampled(flown):
 
 # Slow: two runs. Waves are also tested with rows split over eight devices.
 @pytest.mark.slow
-def test_heads_split_over_devices_give_the_same_responses(delta, run_micro, rows):
+def test_heads_split_over_devices_give_the_same_responses(micro_of, run_micro, rows):
     """Sums over heads and over the weights' parts have another order, in the first step as in the steps after updates."""
+    smooth = micro_of(qwen(norm_eps=SMOOTH), STEPS)
     mesh = {"parallel__data": 2, "parallel__fsdp": 2, "parallel__tensor": 2}
-    expected, found = (run_micro(delta(norm_eps=SMOOTH, **axes), eval_rows=rows) for axes in ({}, mesh))
+    expected, found = (run_micro(smooth(**axes), eval_rows=rows) for axes in ({}, mesh))
     assert_synchronous(found.metrics[1:])
     assert_same_responses(found, expected)
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import jax
 import numpy as np
@@ -34,15 +35,10 @@ from dapo_jax.text.tokenizers import load_tokenizer, save_tokenizer
 @pytest.fixture(scope="module")
 def adapting(micro):
     """Makes configurations of two steps with adapters of rank 2, one update per step, a KL penalty, and a checkpoint at every step."""
-
-    def make(run_dir=None, **changes):
-        lora = LoraConfig(rank=2, alpha=8.0)
-        fixed = {"lora": lora, "dynamic_sampling__surplus": "discard", "optimizer__epsilon": 0.1}
-        fixed |= {"loss__kl_coef": 0.1, "batch__groups_per_update": 2}
-        saved = {"steps": 2, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
-        return micro(run_dir, **{**fixed, **saved, **changes})
-
-    return make
+    return partial(
+        micro, lora=LoraConfig(rank=2, alpha=8.0), dynamic_sampling__surplus="discard", optimizer__epsilon=0.1, loss__kl_coef=0.1,
+        batch__groups_per_update=2, steps=2, checkpoint__every_steps=1, checkpoint__keep=9,
+    )  # fmt: skip
 
 
 ONE_COPY = {"parallel__data": 8, "parallel__fsdp": 1}

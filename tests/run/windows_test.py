@@ -11,43 +11,25 @@ from dapo_jax.models.families import describe, understand
 from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import Rope
-from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.caches import PAGE_TOKENS
-from dapo_jax.testing import tiny_params
-from dapo_jax.text.tokenizers import CharTokenizer
-from tests.run.conftest import assert_same_responses, assert_synchronous
+from tests.run.conftest import TOKENIZER, assert_same_responses, assert_synchronous
 
 STEPS = 3
 CONTEXT = {"parallel__data": 2, "parallel__fsdp": 2, "parallel__context": 2}
 """The rows of a device group are split over two devices."""
 
 
-def gemma(tokenizer):
+@pytest.fixture(scope="module")
+def windowed(micro_of):
     described = describe(
         DecoderConfig(
-            family="gemma3_text", vocab_size=tokenizer.vocab_size, embed_dim=16, layers=3, heads=2, kv_heads=1, head_dim=8, mlp_dim=16, max_positions=128,
+            family="gemma3_text", vocab_size=TOKENIZER.vocab_size, embed_dim=16, layers=3, heads=2, kv_heads=1, head_dim=8, mlp_dim=16, max_positions=128,
             norm_place="both", norm_offset=1.0, qk_norm="head", activation="gelu_tanh", embed_scale=4.0, query_scale=0.25,
             windows=(3, 0, 3), ropes=(Rope(theta=100.0), Rope(theta=10.0)), rope_of_layer=(1, 0, 1),
         )
     )  # fmt: skip
-    return understand(described, "config.json")
-
-
-@pytest.fixture(scope="module")
-def windowed(micro, tmp_path_factory):
-    """Makes configurations with prompts that responses share in packed rows, and a checkpoint at every step."""
-    folder, tokenizer = tmp_path_factory.mktemp("windowed"), CharTokenizer("0123456789+=:,?")
-    decoder = gemma(tokenizer)
-    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
-    assert read_config(folder).windows == (3, 0, 3)
-
-    def make(run_dir=None, **changes):
-        fixed = {
-            "model__source": str(folder), "steps": STEPS, "batch__row_tokens": 24, "optimizer__epsilon": 0.1, "optimizer__learning_rate": 0.01,
-            "dynamic_sampling__surplus": "discard", "checkpoint__every_steps": 1, "checkpoint__keep": 9, "log__rollouts_every_steps": 1,
-        }  # fmt: skip
-        return micro(run_dir, **fixed | changes)
-
+    make = micro_of(understand(described, "config.json"), STEPS)
+    assert read_config(make().model.source).windows == (3, 0, 3)
     return make
 
 
