@@ -4,11 +4,8 @@ import itertools
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.evaluation import (
     consensus,
     consensus_answers,
@@ -20,18 +17,18 @@ from dapo_jax.evaluation import (
     summarize,
     table,
 )
+from tests.dapo.made import group_of, rollout_of
 
 
 def make_group(answers, *, right=("7",), lengths=None, truncated=(), lost=(), row=None):
     """One rollout per extracted answer (None: not found); it is correct if it is among `right`."""
-    rollouts = []
-    for index, (answer, length) in enumerate(zip(answers, lengths or [1] * len(answers), strict=True)):
-        finish_reason = "length" if index in truncated else "stop"
-        response = Response(record=Tokens(np.ones(length, np.int32)), finish_reason=finish_reason)
-        verdict = Verdict(correct=answer in right, extracted=answer, lost="timeout" if index in lost else "")
-        rollouts.append(Rollout(response=response, text="", verdict=verdict, reward=0.0))
-    prompt = Prompt(ordinal=5, tokens=np.array([2], np.int32), text="?", answer=right[0], row=row or {})
-    return Group(prompt=prompt, rollouts=tuple(rollouts))
+    rollouts = [
+        rollout_of(
+            length, truncated=index in truncated, correct=answer in right, extracted=answer, lost="timeout" if index in lost else ""
+        )
+        for index, (answer, length) in enumerate(zip(answers, lengths or [1] * len(answers), strict=True))
+    ]  # fmt: skip
+    return group_of(rollouts, ordinal=5, answer=right[0], row=row or {})
 
 
 @pytest.mark.parametrize("samples", range(1, 9))

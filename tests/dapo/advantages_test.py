@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from dapo_jax import group_advantages
 from dapo_jax.dapo.advantages import BASELINES, SCALES, best_of, step_advantages
 from dapo_jax.dapo.batching import example_weights, training_examples
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, TurnSpan, Verdict
-from dapo_jax.dapo.tokens import Tokens
+from dapo_jax.dapo.rollouts import TurnSpan
 from dapo_jax.training.row_packing import pack
+from tests.dapo.made import group_of, rollout_of
 
 # A multiple of 1/8 up to 2^10 in size is exact in every dtype used here, and so are sums of a few.
 exact_rewards = st.lists(st.integers(-8192, 8192), min_size=2, max_size=16).map(
@@ -119,21 +119,14 @@ WEIGHTS = {"scores": 1.0, "format_rewards": 0.5}
 
 def make_group(rewards, lengths, parts=None, *, truncated=(), penalties=None, ordinal=0):
     """A group of responses with these rewards and numbers of tokens. `parts` maps graders to their rewards."""
-    rollouts = tuple(
-        Rollout(
-            response=Response(
-                record=Tokens(np.full(length, 5, np.int32)),
-                finish_reason="length" if index in truncated else "stop",
-            ),
-            text="",
-            verdict=Verdict(correct=False, parts={name: each[index] for name, each in (parts or {}).items()}),
-            reward=float(reward),
-            overlong_penalty=penalties[index] if penalties else 0.0,
+    rollouts = [
+        rollout_of(
+            length, truncated=index in truncated, reward=reward, penalty=penalties[index] if penalties else 0.0, correct=False,
+            parts={name: each[index] for name, each in (parts or {}).items()},
         )
         for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
-    )
-    prompt = Prompt(ordinal=ordinal, tokens=np.array([3], np.int32), text="?", answer="!")
-    return Group(prompt=prompt, rollouts=rollouts)
+    ]  # fmt: skip
+    return group_of(rollouts, ordinal=ordinal)
 
 
 def given_groups(seed, source):

@@ -1,30 +1,19 @@
 """Dynamic sampling: which groups carry a signal."""
 
-import numpy as np
 import pytest
 
 from dapo_jax.dapo.dynamic_sampling import is_informative
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.dapo.tokens import Tokens
+from tests.dapo.made import group_of, rollout_of
 
 
 def make_group(verdicts, *, rewards=None, scores=None):
     """One rollout per character of `verdicts`: x is correct, ? is lost, anything else is wrong."""
     count = len(verdicts)
-    response = Response(record=Tokens(np.array([1], np.int32)), finish_reason="stop")
-    rollouts = tuple(
-        Rollout(
-            response=response,
-            text="",
-            verdict=Verdict(correct=mark == "x", score=score, lost="died" if mark == "?" else ""),
-            reward=reward,
-        )
-        for mark, score, reward in zip(
-            verdicts, scores or [None] * count, rewards or [0.0] * count, strict=True
-        )
+    each = zip(verdicts, scores or [None] * count, rewards or [0.0] * count, strict=True)
+    return group_of(
+        rollout_of(reward=reward, correct=mark == "x", score=score, lost="died" if mark == "?" else "")
+        for mark, score, reward in each
     )
-    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="?", answer="!")
-    return Group(prompt=prompt, rollouts=rollouts)
 
 
 @pytest.mark.parametrize(

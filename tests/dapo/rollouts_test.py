@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.advantages import step_advantages
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.rewards import as_verdict
 from dapo_jax.rollout.checkpoint_arrays import group_arrays, groups_of
+from tests.dapo.made import group_of, rollout_of
 from tests.docs.blocks import ROOT, blocks
 
 
@@ -117,17 +118,5 @@ def test_the_likeliest_of_the_good_responses_are_dropped_first():
 
 
 def make_group(verdicts, lengths):
-    rollouts = tuple(
-        Rollout(
-            response=Response(
-                record=Tokens(np.full(length, 5, np.int32)),
-                finish_reason="stop",
-            ),
-            text="",
-            verdict=Verdict(correct=mark == "x"),
-            reward=float(mark == "x"),
-        )
-        for mark, length in zip(verdicts, lengths, strict=True)
-    )
-    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="?", answer="!")
-    return Group(prompt=prompt, rollouts=rollouts)
+    pairs = zip(verdicts, lengths, strict=True)
+    return group_of(rollout_of(length, correct=mark == "x", reward=mark == "x") for mark, length in pairs)

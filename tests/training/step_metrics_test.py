@@ -2,35 +2,22 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from dapo_jax.dapo.dynamic_sampling import Collected
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
-from dapo_jax.dapo.tokens import Tokens
+from dapo_jax.dapo.rollouts import Span, Verdict
 from dapo_jax.training.step_metrics import rollout_metrics
+from tests.dapo.made import group_of, rollout_of
 
 NOW = (Span(0, 3),)
 
 
 def make_group(*responses, spans=NOW):
     """(verdict, tokens, truncated, reward, penalty) for each rollout."""
-    rollouts = tuple(
-        Rollout(
-            response=Response(
-                record=Tokens(np.zeros(tokens, np.int32)),
-                finish_reason="length" if truncated else "stop",
-                spans=spans,
-            ),
-            text="",
-            verdict=Verdict(correct=correct),
-            reward=reward,
-            overlong_penalty=penalty,
-        )
+    return group_of(
+        rollout_of(tokens, truncated=truncated, spans=spans, reward=reward, penalty=penalty, correct=correct)
         for correct, tokens, truncated, reward, penalty in responses
     )
-    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="?", answer="!")
-    return Group(prompt=prompt, rollouts=rollouts)
 
 
 MIXED = make_group((True, 2, False, 1.0, 0.0), (False, 4, False, -1.0, 0.0))
