@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from dapo_jax.models.attention_mixer import ATTENTION
-from dapo_jax.models.decoder import Block, Decoder
+from dapo_jax.models.decoder import Block, graph_of
 from dapo_jax.models.gated import GATED
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.layer_kinds import LayerKind
 from dapo_jax.models.projections import rope_tables
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from tests.prose import ROOT
 
@@ -139,9 +140,8 @@ def test_each_kind_has_a_stack_of_its_own_and_layers_keep_their_order():
     assert config.places == ((names[0], 0), (names[1], 0), (names[0], 1), (names[1], 1), (names[2], 0))
     assert list(config.stacks) == sorted(names)
     assert (len(config.paged), len(config.fixed)) == (2, 3)
-    params = tiny_params(config)
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
+    graph, params = graph_of(config), tiny_params(config)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes_of(config))
     tokens = jnp.arange(6, dtype=jnp.int32)[None]
 
     def hidden(params):

@@ -26,11 +26,12 @@ from dapo_jax.config import (
     TrainConfig,
 )
 from dapo_jax.models.attention_mixer import ATTENTION
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.lora import lora_shape
 from dapo_jax.models.mamba import Mamba
 from dapo_jax.models.presets import DecoderConfig, Experts, preset
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.collectives import Traffic
 from dapo_jax.plan.compiled import CompiledProgram
@@ -91,7 +92,7 @@ def products(jaxpr):
 def test_operations_equal_those_of_the_decoders_own_products():
     """20 tokens in one row are a single block of attention: all 20 x 20 pairs are computed, masked or not."""
     tokens = jnp.zeros((1, 20), jnp.int32)
-    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(SMALL, rngs=nnx.Rngs(0))))
+    graph, params = graph_of(SMALL), shapes_of(SMALL)
 
     def logits(params):
         decoder = nnx.merge(graph, params)
@@ -106,7 +107,7 @@ def test_operations_of_recurrent_layers_equal_those_of_the_decoders_own_products
     """128 tokens are two chunks, and two blocks of attention with 64 x 64 and 64 x 128 pairs."""
     decoder = replace(SMALL, attention_gate=True, mixers=(mixer, mixer, ATTENTION))
     tokens = jnp.zeros((1, 128), jnp.int32)
-    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(decoder, rngs=nnx.Rngs(0))))
+    graph, params = graph_of(decoder), shapes_of(decoder)
 
     def hidden(params):
         return nnx.merge(graph, params)(tokens, tokens, tokens)

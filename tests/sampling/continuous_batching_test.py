@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.attention_mixer import ATTENTION
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.gated_delta import GatedDelta
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
@@ -63,13 +62,13 @@ engine_of = functools.cache(made)
 
 
 @functools.cache
-def weights_of(seed=0):
-    return transfer()(tiny_params(CONFIG, seed=seed))
+def weights_of(seed=0, config=CONFIG):
+    return transfer_of(config)(tiny_params(config, seed=seed))
 
 
 @functools.cache
-def transfer():
-    return WeightTransfer(shapes_of(CONFIG), one_device(), dtype="float32")
+def transfer_of(config):
+    return WeightTransfer(shapes_of(config), one_device(), dtype="float32", places=config.places)
 
 
 def prompts(*ordinals):
@@ -121,20 +120,22 @@ def all_of(sampled):
     return [response for responses in sampled.values() for response in responses]
 
 
-def differences(sampled, temperature=1.0, config=CONFIG):
-    """The sampler's log-probabilities minus the trainer's, for all sampled tokens. The trainer has the rows packed, padded and in chunks."""
+def examples_of(sampled):
+    """{ordinal: responses} as the trainer gets them, by `training_examples` without groups."""
     asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
-    rows = [
+    return [
         Example(
-            prompt=context,
-            response=response.record.cut(first, stop),
-            sampled=response.sampled[first:stop],
+            prompt=context, response=response.record.cut(first, stop), sampled=response.sampled[first:stop]
         )
         for ordinal, responses in sampled.items()
         for response in responses
         for context, first, stop in response.parts(asked[ordinal])
     ]
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), remat="dots")))
+
+
+def differences(sampled, temperature=1.0, config=CONFIG):
+    """The sampler's log-probabilities minus the trainer's, for all sampled tokens. The trainer has the rows packed, padded and in chunks."""
+    rows, graph = examples_of(sampled), graph_of(config, remat="dots")
     options = UpdateOptions(temperature=temperature, logprob_chunk_vocab=100)
     updater = Updater(graph, shapes_of(config), make_optimizer(), one_device(), options=options)
     state = init_state(tiny_params(config), make_optimizer(), one_device())

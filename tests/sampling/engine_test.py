@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.rope import Rope
 from dapo_jax.models.tensors import shapes_of
@@ -130,7 +130,7 @@ def started(engine, read, slots, prompts, *, state=None, key=KEY, limits=9, ordi
 @functools.cache
 def trainer(dtype, config=CONFIG):
     """(params, tokens) -> logits of whole rows, as the trainer's decoder computes them."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), compute_dtype=dtype)))
+    graph = graph_of(config, compute_dtype=dtype)
 
     def run(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)

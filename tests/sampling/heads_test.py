@@ -6,12 +6,11 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.tokens import HEADS, Tokens, head_shapes
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import shardings
@@ -32,13 +31,13 @@ from tests.sampling.continuous_batching_test import (
     KEY,
     LIMIT,
     all_of,
+    examples_of,
     made,
     one_device,
     prompts,
     sample,
     weights_of,
 )
-from tests.sampling.routes_test import examples_of
 from tests.sampling.turns_test import Appending, new_context
 
 COUNT = 5
@@ -50,8 +49,7 @@ engine_of = functools.cache(functools.partial(made, heads=COUNT))
 
 @functools.cache
 def updater_of(mesh=None, **options):
-    layout = layout_of(mesh or one_device())
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), layout=layout)))
+    graph = graph_of(CONFIG, layout=layout_of(mesh or one_device()))
     how = UpdateOptions(logprob_chunk_vocab=100, recorded=head_shapes(COUNT), **options)
     return Updater(graph, shapes_of(CONFIG), make_optimizer(), mesh or one_device(), options=how)
 

@@ -17,13 +17,12 @@ from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import Continuation
 from dapo_jax.dapo.tokens import VALUES, Tokens, TokenValue, join
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.experts import Experts, choices
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.training_layout import layout_of
-from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rollout.checkpoint_arrays import drawn_arrays, drawn_of, flight_arrays, flight_of
 from dapo_jax.rollout.collector import Collector
 from dapo_jax.rollout.virtual_clock import ClockSizes, VirtualClock
@@ -47,9 +46,11 @@ from tests.sampling.continuous_batching_test import (
     LIMIT,
     MAX_PROMPT,
     all_of,
+    examples_of,
     one_device,
     prompts,
     sample,
+    weights_of,
 )
 from tests.sampling.turns_test import Appending, new_context, two_more
 
@@ -125,37 +126,14 @@ def engine_of(slots, steps=8, **how):
     )
 
 
-@functools.cache
-def transfer():
-    return WeightTransfer(shapes_of(CONFIG), one_device(), dtype="float32")
-
-
-@functools.cache
-def weights_of(seed=0):
-    return transfer()(tiny_params(CONFIG, seed=seed))
-
-
 def sampled_by(engine, *ordinals, **how):
-    return sample(engine, prompts(*ordinals), weights=weights_of(), **how)
-
-
-def examples_of(sampled):
-    """{ordinal: responses} as the trainer gets them, by `training_examples` without groups."""
-    asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
-    return [
-        Example(
-            prompt=context, response=response.record.cut(first, stop), sampled=response.sampled[first:stop]
-        )
-        for ordinal, responses in sampled.items()
-        for response in responses
-        for context, first, stop in response.parts(asked[ordinal])
-    ]
+    return sample(engine, prompts(*ordinals), weights=weights_of(config=CONFIG), **how)
 
 
 @functools.cache
 def updater_of(replays=True, mesh=None, **how):
     how = {"remat": "dots", "layout": layout_of(mesh or one_device())} | how
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), **how)))
+    graph = graph_of(CONFIG, **how)
     options = UpdateOptions(
         logprob_chunk_vocab=100,
         old_logprobs="trainer",
@@ -289,7 +267,7 @@ def test_altered_records_are_used_in_scoring_and_in_the_update(how):
     assert metrics["sync/logprob_diff_max"] == pytest.approx(np.abs(differences).max(), abs=2e-5)
     assert 0.1 < metrics["routing/flipped_frac"] < 0.3
     params = tiny_params(CONFIG)
-    decoder = nnx.merge(nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))[0], params)
+    decoder = nnx.merge(graph_of(CONFIG), params)
     expected = []
     call = jax.jit(lambda *arrays: decoder.ends.logits(decoder(*arrays)[0]))
     for one in rows:
@@ -319,7 +297,7 @@ def test_a_mesh_uses_the_same_records():
 def rounds_of(seed, **how):
     engine = engine_of(4, 4, in_flight=12, page_tokens=4, has_turns=True)
     return RoundSampler(
-        engine, weights_of(seed), key=KEY, decoding=decoding(), max_response_tokens=LIMIT, **how
+        engine, weights_of(seed, CONFIG), key=KEY, decoding=decoding(), max_response_tokens=LIMIT, **how
     )
 
 

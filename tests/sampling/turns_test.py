@@ -12,11 +12,9 @@ import pytest
 from dapo_jax.dapo.rollouts import ContextSpan, Continuation
 from dapo_jax.models.attention_mixer import ATTENTION
 from dapo_jax.models.gated_delta import GatedDelta
-from dapo_jax.models.tensors import shapes_of
-from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.cache_sizes import PageSizes
 from dapo_jax.sampling.decoding import response_keys
-from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
+from dapo_jax.testing import ScriptedEngine, tiny_decoder_config
 from tests.sampling.continuous_batching_test import (
     EOS,
     KEY,
@@ -25,9 +23,9 @@ from tests.sampling.continuous_batching_test import (
     assert_same,
     differences,
     made,
-    one_device,
     prompts,
     sample,
+    weights_of,
 )
 
 
@@ -177,8 +175,7 @@ def test_recurrent_states_wait_for_the_next_turn(slots):
     """Three turns each of twelve episodes of a model with Gated DeltaNet, in fewer slots or in as many: only the two prompts are prefilled. An engine that prefills each turn
     samples the same. If the last token of a turn were in its state, or a state were another response's, log-probabilities would differ by far more than 2e-5."""
     config = tiny_decoder_config(layers=2, mixers=(GatedDelta(2, 4, 8, 8), ATTENTION))
-    transfer = WeightTransfer(shapes_of(config), one_device(), dtype="float32", places=config.places)
-    weights, asked = transfer(tiny_params(config)), prompts(5, 7)
+    weights, asked = weights_of(config=config), prompts(5, 7)
     assert min(len(prompt.tokens) for prompt in asked) == 6, "long enough that feeding is cheaper"
 
     def one_more(ordinal, index, turns):

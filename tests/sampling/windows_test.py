@@ -9,9 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dapo_jax.models.tensors import shapes_of
-from dapo_jax.parallel.weights import WeightTransfer
-from dapo_jax.testing import tiny_params
 from tests.sampling import continuous_batching_test as whole
 from tests.sampling.round_sampler_test import Flight, assert_the_same, rounds_of
 from tests.sampling.turns_test import Appending, new_context
@@ -20,9 +17,7 @@ CONFIG = replace(whole.CONFIG, layers=4, windows=(3, 0, 5, 3))
 ASKED = whole.prompts(0, 1, 2, 3, 4)
 
 
-@functools.cache
-def weights():
-    return WeightTransfer(shapes_of(CONFIG), whole.one_device(), dtype="float32")(tiny_params(CONFIG))
+weights = functools.partial(whole.weights_of, config=CONFIG)
 
 
 @functools.cache

@@ -15,13 +15,12 @@ from threading import Event, Thread
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 pytest.importorskip("aiohttp", reason="needs the extra http")
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.dapo.tokens import Tokens
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
@@ -138,9 +137,8 @@ def logprobs(choice):
 
 @functools.cache
 def updater_at(temperature):
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))
     options = UpdateOptions(temperature=temperature)
-    return Updater(graph, shapes_of(CONFIG), make_optimizer(), MESH, options=options)
+    return Updater(graph_of(CONFIG), shapes_of(CONFIG), make_optimizer(), MESH, options=options)
 
 
 def trained(examples, *, params=0, temperature=1.0):
