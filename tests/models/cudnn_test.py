@@ -92,6 +92,9 @@ CASES = {
 }
 
 
+QUICK = {"three rooms", "a length that no room divides"}
+
+
 def positions_of(ids, prefixes):
     """The position of each token in its sequence. A response follows its prompt."""
     found = np.zeros_like(ids)
@@ -140,8 +143,9 @@ def both(packed, width, dtype, seed=0, window=0):
 @pytest.mark.parametrize(
     ("case", "tokens", "window"),
     [
-        *((case, 64, 0) for case in CASES), ("one room", 64, 5), ("three rooms", 16_384, 30),
-        # Slow: other programs. The case above has all copies of a prompt in one batch, too.
+        *((case, 64, 0) for case in QUICK), ("one room", 64, 5), ("three rooms", 16_384, 30),
+        # Slow: other programs. The quick cases have all copies of a prompt in one batch, several rooms, and a part of a room.
+        *(pytest.param(case, 64, 0, marks=pytest.mark.slow) for case in CASES.keys() - QUICK),
         *(pytest.param(case, 16_384, 0, marks=pytest.mark.slow) for case in ("three rooms", "short segments")),
     ],
 )  # fmt: skip

@@ -127,7 +127,8 @@ def loss_and_gradient(remat):
     return jax.device_get(jax.jit(jax.value_and_grad(loss))(tiny_params(config)))
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+# Slow: compiles another gradient. tests/models/golden_families_test.py rematerializes everything.
+@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
 def test_rematerialisation_changes_neither_value_nor_gradient(remat):
     value, gradient = loss_and_gradient("none")
     found_value, found = loss_and_gradient(remat)

@@ -74,7 +74,14 @@ def test_gradients_equal_a_dense_computation_in_float64(tokens, each):
         assert_close(both(ours, each, *given), both(dense, each, *given), 1e-12)
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["experts over fsdp", "embed over fsdp"])
+# Slow: compiles another gradient. tests/parallel/training_layout_test.py splits the other weights over `embed`.
+@pytest.mark.parametrize(
+    "whole",
+    [
+        pytest.param(True, id="experts over fsdp"),
+        pytest.param(False, id="embed over fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_on_eight_devices_equal_a_dense_computation_in_float64(whole):
     """As in a block: tokens are split over both axes outside, and each expert's hidden features over `tensor`."""
     mesh = make_mesh(fsdp=4, tensor=2)

@@ -315,6 +315,8 @@ def test_a_resumed_run_does_not_need_its_initial_weights(begun, run_micro, finis
     assert before == after
 
 
+# Slow: compiles another update. tests/run/identity_test.py refuses a changed reference policy on resume.
+@pytest.mark.slow
 def test_a_resumed_run_with_a_kl_penalty_needs_its_initial_weights(begun, run_micro):
     """They are the reference."""
     with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):

@@ -43,8 +43,11 @@ def raises(sample):
 
 @pytest.mark.parametrize(
     ("wrong", "error"),
-    [(raises, RewardError), (lambda sample: False, ShortfallError)],
-    ids=["raises", "shortfall"],
+    # Slow: two more runs. The next test has a reward that raises.
+    [
+        pytest.param(raises, RewardError, id="raises", marks=pytest.mark.slow),
+        pytest.param(lambda sample: False, ShortfallError, id="shortfall"),
+    ],
 )
 def test_a_reward_that_fails_after_steps_costs_none_of_them(
     wrong, error, finished, micro, run_micro, rows, same_run, even_sum

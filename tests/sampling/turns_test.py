@@ -131,7 +131,9 @@ def test_each_turn_has_keys_of_its_own():
 @pytest.mark.parametrize(
     ("slots", "steps", "how"),
     [
-        (4, 1, {}),
+        (4, 8, {}),
+        # Slow: a sampler each. Random schedules have other slots below.
+        pytest.param(4, 1, {}, marks=pytest.mark.slow),
         pytest.param(16, 8, {}, marks=pytest.mark.slow),
         pytest.param(16, 3, {"page_tokens": 4, "cache_tokens": 48}, marks=pytest.mark.slow),
     ],

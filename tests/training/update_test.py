@@ -211,12 +211,14 @@ def test_shared_prompts_do_not_change_the_gradient(sampler_updater):
     assert len(shared) == 1
     assert (shared[0].segment_ids > 0).sum() == (apart[0].segment_ids > 0).sum() - 7 * 4
     expected = gradient(sampler_updater, apart)
-    assert_same_gradient(gradient(make_updater(), shared), expected)
+    assert_same_gradient(gradient(sampler_updater, shared), expected)
     _, ours = step(sampler_updater, fresh(), shared)
     _, theirs = step(sampler_updater, fresh(), apart)
     assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7, nan_ok=True)
 
 
+# Slow: compiles for eight devices, as tests/parallel/training_layout_test.py does.
+@pytest.mark.slow
 def test_the_gradient_does_not_depend_on_the_mesh(whole):
     """Eight devices: rows over data 2 x fsdp 2, weights over fsdp 2 and tensor 2."""
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
@@ -535,7 +537,11 @@ def test_microbatches_with_rows_of_several_lengths_give_the_same_gradient_and_me
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True), name
 
 
-@pytest.mark.parametrize("how", [{}, MIXED], ids=["one length", "several lengths"])
+# Slow with one length: compiles another update.
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param({}, id="one length", marks=pytest.mark.slow), pytest.param(MIXED, id="several lengths")],
+)
 def test_recomputed_old_logprobs_give_the_gradient_of_the_first_update(trainer_updater, how):
     """Without a change of weights, recomputed old log-probabilities equal the current ones."""
     state = fresh()
