@@ -60,6 +60,8 @@ def test_conversations_are_sampled_through_the_chat_template(chat_model):
     assert plain.prompt.text == "1+1"
 
 
+# Slow: compiles a run. tests/data/prompts_test.py renders conversations, and tests/commands/inference_test.py samples in them.
+@pytest.mark.slow
 def test_a_conversation_is_trained_on_with_its_template_and_logged_readably(
     chat_model, micro, run_micro, tmp_path
 ):
