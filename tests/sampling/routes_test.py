@@ -121,6 +121,7 @@ def engine_of(slots, steps=8, **how):
             steps_per_call=steps,
             stop_ids=[EOS],
             records_routes=True,
+            has_turns=True,
             **how,
         ),
     )
@@ -142,8 +143,15 @@ def updater_of(replays=True, mesh=None, **how):
     return Updater(graph, shapes_of(CONFIG), make_optimizer(), mesh or one_device(), options=options)
 
 
-def trained(rows, *, seed=0, mesh=None, **how):
+def trained(rows, **how):
     """(sampler's minus trainer's log-probabilities of a scoring pass, metrics of an update) of packed rows."""
+    differences, updater, state, second = scored(rows, **how)
+    _, metrics = updater.update(state, (second,), learning_rate=0.0, first=True)
+    return differences, to_scalars(metrics)
+
+
+def scored(rows, *, seed=0, mesh=None, **how):
+    """(sampler's minus trainer's log-probabilities, the updater, its state, and the scored minibatch) of packed rows."""
     updater = updater_of(replays=rows[0].response.routes is not None, mesh=mesh, **how)
     params = tiny_params(CONFIG, seed=seed)
     params = params if mesh is None else jax.device_put(params, shardings(params, mesh))
@@ -155,8 +163,7 @@ def trained(rows, *, seed=0, mesh=None, **how):
         assert (m.recorded["doubled"][~m.mask & (m.sampler_logprobs == 0)] == 1.0).all()
     _, [second] = updater.prepare(state, [packed, packed])
     m = jax.device_get(second.microbatches)
-    _, metrics = updater.update(state, (second,), learning_rate=0.0, first=True)
-    return (m.sampler_logprobs - m.old_logprobs)[m.mask], to_scalars(metrics)
+    return (m.sampler_logprobs - m.old_logprobs)[m.mask], updater, state, second
 
 
 def assert_recorded(sampled, *, ends=True):
@@ -234,7 +241,7 @@ def test_slots_and_preemption_change_no_record():
     ],
 )
 def test_tokens_of_environments_and_the_last_tokens_of_turns_have_records(answer, how):
-    engine = engine_of(8, has_turns=True, **how)
+    engine = engine_of(8, **how)
     sampled = sampled_by(engine, 0, 1, 2, environments=Appending(answer, turn_tokens=3))
     assert_recorded(sampled, ends=answer is two_more)
     metrics = assert_the_trainers(sampled)
@@ -295,7 +302,7 @@ def test_a_mesh_uses_the_same_records():
 
 
 def rounds_of(seed, **how):
-    engine = engine_of(4, 4, in_flight=12, page_tokens=4, has_turns=True)
+    engine = engine_of(4, 4, in_flight=12, page_tokens=4)
     return RoundSampler(
         engine, weights_of(seed, CONFIG), key=KEY, decoding=decoding(), max_response_tokens=LIMIT, **how
     )
@@ -326,7 +333,7 @@ def test_responses_in_flight_keep_their_records_when_the_weights_change():
     assert np.abs(differences).max() <= 2e-5
     assert metrics["routing/flipped_frac"] > 0.05, "new weights choose other experts"
     free = [replace(row, prompt=row.prompt.sampled, response=row.response.sampled) for row in rows]
-    assert np.abs(trained(free, seed=1)[0]).max() > 1e-3
+    assert np.abs(scored(free, seed=1)[0]).max() > 1e-3
 
 
 def test_other_processes_get_the_records_of_a_round():
