@@ -11,6 +11,7 @@ import os
 import platform
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -247,6 +248,7 @@ class _Inside:
         """Goes to a folder if it exists. Returns the versions and digests of this process, its node's id and address, and the file with its standard error."""
         import ray
 
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         if os.path.isdir(folder):
             os.chdir(folder)
         own = {"node": ray.get_runtime_context().get_node_id(), "address": ray.util.get_node_ip_address()}
@@ -275,6 +277,13 @@ def _made(node: str, needs: Mapping[str, int | float], concurrency: int = 1) -> 
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT",
     }
     return ray.remote(_Inside).options(max_restarts=0, max_concurrency=concurrency, **options).remote()
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent, the process of its node, has ended. Ray leaves some actors if the head of the cluster has died."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def facts(packages: Sequence[str] = (), files: Sequence[str] = ()) -> dict[str, str]:

@@ -81,6 +81,16 @@ def test_the_end_of_an_output_is_short_and_on_one_line(tmp_path):
     ]
 
 
+def test_an_actor_ends_with_the_process_of_its_node():
+    """Both write to the same pipe, so its end is the end of both."""
+    actor = "import os; from dapo_jax.cluster import engine; node = os.getppid(); print('began', flush=True); engine._end_with(node)"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {actor!r}])"
+    node = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert node.stdout.readline() == "began\n"
+    node.kill()
+    assert node.communicate(timeout=20)[0] == ""
+
+
 def test_the_double_does_as_the_engine():
     """The same checks as with Ray, below."""
     engine = ThreadCluster(resources={"CPU": 1.0, "TPU": 1.0})
