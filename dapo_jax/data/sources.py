@@ -220,6 +220,16 @@ def reasoning_gym_rows(task: str, split: str, options: Mapping[str, Any]) -> lis
         {"prompt": text, "answer": str(entry["answer"]), "task": task, "options": theirs, "entry": entry}
         for text, entry in entries.items()
     ]
+    return _first(rows, limit, split)
+
+
+def _first(rows: list[dict[str, Any]], limit: int | None, split: str) -> list[dict[str, Any]]:
+    """Returns the first `limit` rows, or all rows without a limit. Raises ValueError if there are fewer, as for a slice of a file."""
+    if limit is not None and limit > len(rows):
+        name = split.partition("[")[0]
+        raise ValueError(
+            f"split {split!r} needs {limit:,} rows, but {name} has {len(rows):,}: lower the number, or raise data.source_options.{name}_questions"
+        )
     return rows[:limit]
 
 
@@ -254,7 +264,7 @@ def verifiers_task_rows(place: str, split: str, options: Mapping[str, Any]) -> l
         raise ValueError(
             f"verifiers:{place} has only {len(rows)} tasks, and all are in the test split; lower data.source_options.test_questions"
         )
-    return part[:limit]
+    return _first(part, limit, split)
 
 
 def _dataset(task: str, *, seed: int, size: int, options: Mapping[str, Any]) -> Any:

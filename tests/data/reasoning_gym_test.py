@@ -67,6 +67,7 @@ def test_rows_have_the_fields_that_the_grader_needs(installed, tmp_path):
         ("letter_counting", "dev", {}, r"no split 'dev'; the splits are train and test"),
         ("letter_counting", "train", {"min_word": 3}, "no option 'min_word'; did you mean 'min_words'"),
         ("letter_counting", "train", {"seed": -1}, "seed must be a whole number of at least 0; got -1"),
+        ("letter_counting", "test[:21]", FEW, r"'test\[:21\]' needs 21 rows, but test has 20: .*\.test_questions"),
         ("letter_counting", "train", {"test_questions": 0}, "test_questions must be .* at least 1; got 0"),
         ("letter_counting", "train", {"min_words": 5, "max_words": 3}, "source_options=.*min_words.*AssertionError"),
     ],
