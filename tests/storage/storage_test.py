@@ -55,7 +55,7 @@ def test_a_local_path_is_pathlibs_and_a_path_in_a_bucket_keeps_its_name(bucket):
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     storage._objects.cache_clear()
-    with pytest.raises(ValueError, match=r"need the package gcsfs .* pip install -e '\.\[gcs\]'"):
+    with pytest.raises(ValueError, match=r"need the package gcsfs: pip install -e '\.\[gcs\]'"):
         path_of("gs://bucket/run")
     storage._objects.cache_clear()
 
