@@ -163,8 +163,16 @@ up_all() {
   request && for_samplers request && ready && for_samplers ready
 }
 
+# Deletes all machines, also after one that could not be deleted, because each costs money.
 down_all() {
-  for_samplers down && down
+  local failed=""
+  for_samplers try_down
+  try_down
+  [[ -z $failed ]]
+}
+
+try_down() {
+  down || failed=1
 }
 
 # Sets `head` to the address of the head of the Ray cluster, which is the first host of the trainer.

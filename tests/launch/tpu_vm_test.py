@@ -169,6 +169,13 @@ def test_lost_sample_workers_are_requested_again_while_the_run_continues(laptop)
     )
 
 
+def test_all_machines_are_deleted_although_one_cannot_be(laptop):
+    laptop.scenario(delete=[1, 0, 0])
+    done = laptop.launch("tpu_vm.sh", "down", *POD, *SAMPLERS[:2])
+    assert done.returncode == 1, done.stderr
+    assert machines(laptop, "delete") == ["pod-sampler-0", "pod-sampler-1", "pod"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
