@@ -131,6 +131,7 @@ def _converted(
         described |= {"torch_dtype": dtype, "dtype": dtype}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_whole(folder / name, content)
     tensors = [  # each tensor is loaded only when it is written
         tensor._replace(fetch=partial(file.read, tensor.name, tuple(slice(0, size) for size in tensor.shape)))

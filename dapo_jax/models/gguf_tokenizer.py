@@ -40,8 +40,10 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
         "clean_up_tokenization_spaces": False,
         "model_max_length": metadata.get(f"{metadata.get('general.architecture')}.context_length"),
     }
-    if "tokenizer.chat_template" in metadata:
-        config["chat_template"] = metadata["tokenizer.chat_template"]
+    name = "tokenizer.chat_template"
+    named = {key.removeprefix(f"{name}."): metadata[key] for key in metadata if key.startswith(f"{name}.")}
+    if name in metadata:
+        config["chat_template"] = {"default": metadata[name], **named} if named else metadata[name]
     begins = tokens[special["bos"]] if config["add_bos_token"] and "bos" in special else None
     return {
         "tokenizer.json": _tokenizer(metadata, where, begins),

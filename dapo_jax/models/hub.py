@@ -30,9 +30,9 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
     """
     hub = _client()
     with _explained(name, revision):
-        # Subfolders are skipped, because they contain other exports and training checkpoints.
+        # Subfolders are skipped, because they contain other exports and training checkpoints. Only additional_chat_templates is not.
         wanted = [*_OTHERS, _WEIGHTS] if weights else [*_OTHERS]
-        patterns = {"allow_patterns": wanted, "ignore_patterns": ["*/*"]}
+        patterns = {"allow_patterns": wanted, "ignore_patterns": ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*"]}
         folder = Path(hub.snapshot_download(name, revision=revision, **patterns))
     if weights and not any(folder.glob(_WEIGHTS)):
         raise ValueError(_without_weights(name, revision))

@@ -11,6 +11,7 @@ from jaxtyping import Int32
 from dapo_jax.text.chat import ChatTemplate, Message
 from dapo_jax.text.messages import DEEPEST, canonical_messages
 from dapo_jax.text.special_tokens import Before
+from dapo_jax.text.thoughts import MARKS
 from dapo_jax.text.tokenizers import Tokenizer
 
 MOST_CHARACTERS = 1 << 20
@@ -28,12 +29,19 @@ class Guarding:
         self._tokenizer, self._characters = tokenizer, 0
 
     def message(self, message: Message) -> dict[str, Any]:
-        """Returns a copy of the message in which every text except the role is guarded. Raises ValueError if the role is not a valid name."""
+        """Returns a copy of the message in which every text is guarded, except the role and the marks of thoughts in an answer.
+
+        Raises ValueError if the role is not a valid name.
+        """
         if not _ROLE.fullmatch(message["role"]):
             raise ValueError(
                 f"a message has the role {message['role']!r:.80}; a role must be 1 to 64 letters, digits, _ or -"
             )
-        return {**self.value({**message, "role": ""}), "role": message["role"]}
+        guarded = {**self.value({**message, "role": ""}), "role": message["role"]}
+        # Templates look for these marks to leave out earlier thoughts.
+        for mark in MARKS if message["role"] == "assistant" else ():
+            guarded["content"] = guarded["content"].replace(self._tokenizer.guarded(mark), mark)
+        return guarded
 
     def value(self, value: Any, depth: int = 0) -> Any:
         """Returns a copy of a JSON value in which every text is guarded, including the keys of mappings.
@@ -84,8 +92,8 @@ def conversation_ids(
 ) -> Int32[np.ndarray, " prompt"]:  # fmt: skip
     """Returns the token ids of an untrusted conversation, including the generation prompt that begins the answer.
 
-    If a message spells out an added token, such as `<|im_end|>`, that text is encoded as ordinary characters. In all other cases,
-    the token ids are the same as those from `PromptFormat`. Texts in `variables`, such as the schemas in `tools`, are guarded too.
+    If a message spells out a token that controls the conversation, such as `<|im_end|>`, that text is encoded as ordinary characters. In all other
+    cases, the token ids are the same as the token ids from `PromptFormat`. Texts in `variables`, such as the schemas in `tools`, are guarded too.
 
     Raises ValueError if there is no chat template, the template fails, or the messages are not a valid conversation.
     """

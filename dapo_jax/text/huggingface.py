@@ -5,6 +5,8 @@ Rules for settings that are ambiguous or differ between files:
 * The end token is `eos_token` from tokenizer_config.json. All other end tokens in generation_config.json and config.json end a response too.
 * A plain-text prompt begins with the beginning-of-text token if tokenizer.json's post-processor adds this token, as in Llama 3.
   As in transformers 5, `add_bos_token` in tokenizer_config.json is ignored. The token is never added twice.
+* As in transformers, entries of `added_tokens_decoder` in tokenizer_config.json replace entries of tokenizer.json, and tokens that the configuration
+  names, such as `eos_token`, are special tokens.
 * Special tokens that are spelled out in a text are encoded as special tokens, because chat templates output them as text.
 """
 
@@ -29,11 +31,12 @@ from dapo_jax.text.special_tokens import FIRST_GUARD, Before, Guards
 from dapo_jax.text.thoughts import marks_in
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
+    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json",
+    "additional_chat_templates/tool_use.jinja",
 )  # fmt: skip
 """The files from which a tokenizer is loaded, and which are saved unchanged. The model's config.json is read too, but not saved."""
 
-_TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
+_TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS, _TOOL_USE = TOKENIZER_FILES
 _OWN_IDS = ("eos_token_id", "pad_token_id")
 """Keys that `token_ids` omits, because `stop_ids` and `pad_id` store these ids."""
 _MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")
@@ -61,24 +64,21 @@ class HuggingFaceTokenizer:
         self._decoder = described.get("decoder") or {}
         config = {**self._json(_SPECIAL_TOKENS), **self._json(_CONFIG)}
         generation, model = self._json(_GENERATION), model or {}
-        self._special_tokens = {}
-        for key, value in config.items():
-            text = value.get("content") if isinstance(value, Mapping) else value  # objects: older files
-            if key.endswith("_token") and isinstance(text, str) and text:
-                self._special_tokens[key] = text
+        named = {key: _text(value) for key, value in config.items() if key.endswith("_token")}
+        self._special_tokens = {key: text for key, text in named.items() if text}
         self.chat_template = self._template(config.get("chat_template"))
         """The folder's chat template, or None. Of several templates, `default` is used, and `tool_use` with tools."""
         # Gemma 3's small models define a token for images, but have no embedding for it. If nothing needs it, its text is ordinary text.
         needed = [self._special_tokens.get(f"{key}_token") for key in ("bos", "eos", "pad")]
         needed += [described.get("post_processor"), self.chat_template and self.chat_template.source]
         needed_text = str(needed)
-        rows, added = model.get("vocab_size") or _LARGEST_ID, described.get("added_tokens") or []
+        rows = model.get("vocab_size") or _LARGEST_ID
         with self._library("cannot be loaded by"):
-            content = self.files[_TOKENIZER].decode("utf-8")
+            content, added = self.files[_TOKENIZER].decode("utf-8"), self._added_tokens(described, config)
             kept = [t for t in added if t["id"] < rows or not t["special"] or t["content"] in needed_text]
             marks = marks_in([t["content"] for t in added])
-            kept = [{**t, "special": False} if t["content"] in marks else t for t in kept]
-            if kept != added:
+            self._kept = kept = [{**t, "special": False} if t["content"] in marks else t for t in kept]
+            if kept != described.get("added_tokens", []):
                 content = json.dumps({**described, "added_tokens": kept})
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         if dropout := getattr(self._tokenizer.model, "dropout", None):
@@ -117,7 +117,14 @@ class HuggingFaceTokenizer:
         }
         self.special_tokens = {token.content: number for number, token in added.items() if token.special}
         """The ids that `decode` omits, by the texts of their tokens."""
-        self._guards = Guards(self._added.values())
+        self.marks = {number for number, text in self._added.items() if text in marks}
+        """The ids of tokens that mark thoughts."""
+        template = self.chat_template or ChatTemplate("", name="none")
+        control = (*self.special_tokens, *marks)
+        written = template.source + template.with_tools.source
+        # Other added tokens are ordinary text, such as Gemma's `<table>`.
+        self._control = {n: text for n, text in self._added.items() if text in control or text in written}
+        self._guards = Guards(self._control.values())
         self.guarded = self._guards.guarded
 
     def __eq__(self, other: object) -> bool:
@@ -137,13 +144,13 @@ class HuggingFaceTokenizer:
     def save(self, folder: str | os.PathLike[str], ends: Sequence[int] = ()) -> None:
         """Writes the tokenizer's files unchanged, except that generation_config.json contains all `ends` (`stop_strings.stop_ids`)."""
         path = path_of(folder)
-        path.mkdir(parents=True, exist_ok=True)
         more = set(ends) - set(self.stop_ids)
         ids = {**self.token_ids, "pad_token_id": self.pad_id, **self._json(_GENERATION)}
         ids["eos_token_id"] = [*self.stop_ids, *more]
         generation = {_GENERATION: (json.dumps(ids, indent=2) + "\n").encode()}
         files = self.files | generation if more else generation | self.files
         for name, content in files.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(path / name, content)
 
     def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
@@ -151,7 +158,7 @@ class HuggingFaceTokenizer:
         return self._ids(self._tokenizer, self._before(after), text)
 
     def encode_plain(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
-        """See `Tokenizer.encode_plain`. Added tokens that are not special, such as `<tool_call>`, are encoded as characters too."""
+        """See `Tokenizer.encode_plain`. Added tokens that the chat template contains, such as `<tool_call>`, are encoded as characters too."""
         return self.encode_guarded(self.guarded(text), after)
 
     def encode_guarded(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
@@ -159,7 +166,7 @@ class HuggingFaceTokenizer:
         before, plain = self._before(after), self._guards.restored(text)
         encoding, guarded = self._encoding(self._tokenizer, before, plain), before + text
         for number, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if self._added.get(number) not in (None, guarded[begin:end].strip()):  # not the template's
+            if self._control.get(number) not in (None, guarded[begin:end].strip()):  # not the template's
                 return self._ids(self._guarding, before, text)
         return self._ids(self._tokenizer, before, plain)
 
@@ -170,9 +177,7 @@ class HuggingFaceTokenizer:
         steps = [described["normalizer"]] if described.get("normalizer") else []
         for guard, first in self._guards.firsts.items():
             steps.insert(0, {"type": "Replace", "pattern": {"String": chr(guard)}, "content": chr(first)})
-        known = self._tokenizer.get_added_tokens_decoder()
-        added = described.get("added_tokens") or []
-        added = [{**token, "normalized": False} for token in added if token["id"] in known]
+        added = [{**token, "normalized": False} for token in self._kept]
         described |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "added_tokens": added}
         with self._library("with guards cannot be loaded by"):
             return tokenizers.Tokenizer.from_str(json.dumps(described))
@@ -292,6 +297,26 @@ class HuggingFaceTokenizer:
             ids += value if isinstance(value, list) else [] if value is None else [value]
         return ids
 
+    def _added_tokens(self, described: Mapping[str, Any], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the added tokens of tokenizer.json and tokenizer_config.json, by ascending ids."""
+        added = {token["content"]: token for token in described.get("added_tokens") or []}
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        for number, token in (config.get("added_tokens_decoder") or {}).items():
+            text = token["content"]
+            added[text] = {**plain, "id": int(number), **added.get(text, {}), **token}
+        ids = described["model"].get("vocab") or {}
+        if isinstance(ids, list):  # of a Unigram model
+            ids = {piece: number for number, (piece, _) in enumerate(ids)}
+        special = [*self._special_tokens.values()]
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            listed = config.get(key) or []
+            special += map(_text, listed.values() if isinstance(listed, Mapping) else listed)
+        for text in special:
+            if text in added or text in ids:
+                known = {**plain, "id": ids.get(text), "content": text} | added.get(text, {})
+                added[text] = known | {"special": True}
+        return sorted(added.values(), key=lambda token: token["id"])
+
     def _template(self, config: Any) -> ChatTemplate | None:
         name, content = f"{self._place}/{_CONFIG}: chat_template", self.files.get(_TEMPLATE)
         if content is not None:
@@ -303,12 +328,21 @@ class HuggingFaceTokenizer:
             key: ChatTemplate(source, name=name, special_tokens=self._special_tokens)
             for key, source in sources.items() if isinstance(source, str | bytes)
         }  # fmt: skip
+        if (tools := self.files.get(_TOOL_USE)) is not None:
+            where = f"{self._place}/{_TOOL_USE}"
+            templates["tool_use"] = ChatTemplate(tools, name=where, special_tokens=self._special_tokens)
         if (template := templates.get("default")) is not None:
             template.with_tools = templates.get("tool_use", template)
         return template
 
     def _json(self, name: str) -> Mapping[str, Any]:
         return read_object(self.files[name], f"{self._place}/{name}") if name in self.files else {}
+
+
+def _text(value: Any) -> str:
+    """Returns the text of a special token in a configuration: a string, or in older files an object."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else ""
 
 
 class _Untrained(HuggingFaceTokenizer):

@@ -121,6 +121,8 @@ def turn_end(tokenizer: Tokenizer) -> int:
         after = text.partition(turns[1]["content"])[2].partition(FIRST_GUARD)[0].lstrip()
         [first, *_] = tokenizer.encode(after).tolist()
         plain = {*tokenizer.encode_plain(after).tolist(), *tokenizer.encode_plain(before).tolist()}
+        # gpt-oss ends its thoughts and an earlier answer with the same token.
+        plain |= getattr(tokenizer, "marks", set())
         begins = [token for token in tokenizer.encode(before).tolist() if token not in plain][-1:]
         # Without an end token, the next turn follows. Its first token ends an answer only if the files say so, as in GLM 4.
         if first not in plain and ([first] != begins or first in tokenizer.stop_ids):

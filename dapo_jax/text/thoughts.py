@@ -10,13 +10,14 @@ _CHANNEL = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
 _PAIR = rf"{_OPEN}.*?(?:{_CLOSE}|\Z)|{_CHANNEL}analysis<\|message\|>.*?(?:<\|end\|>|\Z)|{_CHANNEL}(?:final|commentary)<\|message\|>"
 _MARKED = re.compile(rf"(?P<call>{_CALL})|(?P<pair>{_PAIR})|{_CLOSE}", re.DOTALL)
 _MAY_BE_MARKED = re.compile(r"[<\[]/?[Tt]|<\|?channel")
-_MARKS = {"<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>"}
+MARKS = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>"})
+"""Marks that begin or end thoughts. Chat templates look for them in earlier answers."""
 _CHANNELS = {"<|channel|>", "<|message|>", "<|start|>", "<|end|>"}
 
 
 def marks_in(tokens: Collection[str]) -> set[str]:
     """Returns the tokens that mark thoughts. In some vocabularies they are special tokens, but without their text, thoughts would be a part of the answer."""
-    return {*tokens} & (_MARKS | _CHANNELS if "<|channel|>" in tokens else _MARKS)
+    return {*tokens} & (MARKS | _CHANNELS if "<|channel|>" in tokens else MARKS)
 
 
 def without_thoughts(text: str, prompt: str = "") -> str:

@@ -154,6 +154,12 @@ def test_the_id_that_ends_a_message_ends_a_response(files):
     assert json.loads(made["generation_config.json"])["eos_token_id"] == [2, 5, 4, 0]
 
 
+def test_a_template_for_tools_is_kept_under_its_name(files):
+    made = files(extra={"tokenizer.chat_template.tool_use": "T", "tokenizer.chat_templates": ["tool_use"]})
+    config = json.loads(made["tokenizer_config.json"])
+    assert config["chat_template"] == {"default": TEMPLATE, "tool_use": "T"}
+
+
 def test_configuration_files_agree_with_the_metadata(files):
     made = files(extra={"tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.eot_token_id": 0})
     config = json.loads(made["tokenizer_config.json"])

@@ -17,6 +17,7 @@ FILES = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "model-00001-of-00002.safetensors": b"one" * 1000,
     "model-00002-of-00002.safetensors": b"two" * 1000,
     "pytorch_model.bin": b"pickle",
@@ -73,7 +74,9 @@ def files_of(folder):
 
 def fetched(requests):
     return sorted(
-        path.rsplit("/", 1)[1] for method, path in requests if method == "GET" and "/resolve/" in path
+        path.split("/resolve/")[1].partition("/")[2]
+        for method, path in requests
+        if method == "GET" and "/resolve/" in path
     )
 
 

@@ -141,12 +141,51 @@ def test_a_special_token_made_by_the_normalizer_does_not_count():
     made = Tokenizer.from_str(byte_level_json())
     made.normalizer = normalizers.NFKC()
     made.add_tokens([AddedToken("<tool>", normalized=True, special=False)])
-    tokenizer = HuggingFaceTokenizer(files_of(made.to_str()))
+    tokenizer = HuggingFaceTokenizer(files_of(made.to_str(), template=f"<tool>{CHATML}"))
     number = tokenizer._tokenizer.token_to_id("<tool>")
     wide = "\uff1ctool\uff1e"
     assert number in tokenizer.encode(wide), "so there is something to guard against"
     assert number not in tokenizer.encode_guarded(tokenizer.guarded(wide))
     assert number in tokenizer.encode_guarded("<tool>" + tokenizer.guarded(wide))
+
+
+THINKING = CHATML.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
+"""Like Qwen3's and DeepSeek's, it leaves out earlier thoughts."""
+
+
+def marked(*tokens, special=False):
+    """The byte-level tokenizer with further added tokens, of which the first has id 320."""
+    made = Tokenizer.from_str(byte_level_json())
+    made.add_tokens([AddedToken(token, normalized=False, special=special) for token in tokens])
+    return made.to_str()
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("template", [CHATML, THINKING])
+def test_a_template_finds_the_thoughts_of_an_earlier_answer(template, special):
+    chat = HuggingFaceTokenizer(files_of(marked("<think>", "</think>", special=special), template=template))
+    answer = {"role": "assistant", "content": "<think>\nthe</think>46<|im_end|>"}
+    messages = [{"role": "user", "content": "a"}, answer, {"role": "user", "content": "b"}]
+    found = conversation_ids(messages, chat).tolist()
+    answer["content"] = answer["content"].removesuffix("<|im_end|>")
+    row = PromptFormat().encode(messages, chat)[1].tolist()
+    assert {320, 321}.intersection(found) == ({320, 321} if template == CHATML else set())
+    assert [found.count(token) for token in (2, 320, 321)] == [row.count(token) for token in (2, 320, 321)]
+    assert len(found) == len(row) + len(chat.encode_plain("<|im_end|>"))
+    question = [{"role": "user", "content": "</think>"}]
+    assert 321 not in conversation_ids(question, chat), "only an answer has thoughts"
+
+
+def test_an_added_token_that_the_template_does_not_contain_is_ordinary_text():
+    """As in Gemma, whose vocabulary has the tags of HTML."""
+    tokenizer = marked("<table>", "<tool_call>")
+    chat = HuggingFaceTokenizer(files_of(tokenizer, template=f"<tool_call>{CHATML}"))
+    messages = [{"role": "user", "content": "a<table>b"}]
+    found = conversation_ids(messages, chat)
+    assert found.tolist() == PromptFormat().encode(messages, chat)[1].tolist()
+    assert 320 in found
+    assert 320 in chat.encode_plain("<table>")
+    assert 321 not in chat.encode_plain("<tool_call>")
 
 
 def test_tokenizers_without_spelled_special_tokens_guard_nothing():

@@ -190,6 +190,14 @@ def test_the_template_file_overrides_the_configuration():
     assert made(template=None).chat_template is None
 
 
+def test_the_template_for_tools_in_a_folder_of_its_own_is_read_and_written_back(tmp_path):
+    """As transformers 5 writes several templates."""
+    tools = {"additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
+    save_tokenizer(HuggingFaceTokenizer(files_of() | tools), tmp_path / "copy")
+    template = load_tokenizer(tmp_path / "copy").chat_template
+    assert (template.source, template.with_tools.source) == (folders.CHATML, "{{ tools }}")
+
+
 def test_files_are_written_back_byte_for_byte(tmp_path):
     files = files_of(generation={"eos_token_id": [2, 0]}, bos_token="<|im_start|>")
     files["special_tokens_map.json"] = b'{"eos_token":    "<|im_end|>"}\n\n'
@@ -246,6 +254,44 @@ def added(*tokens, at=None):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         described["added_tokens"].append({"id": number, "content": content, "special": True, **flags})
     return json.dumps(described)
+
+
+WITHOUT = json.dumps({**json.loads(byte_level_json()), "added_tokens": []})
+"""The special tokens are in the vocabulary, but are not added tokens."""
+DECODER = {
+    str(number): {"content": text, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    for number, text in enumerate(folders.SPECIALS)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "config", "ids", "text"),
+    [
+        (WITHOUT, {"additional_special_tokens": ["<|im_start|>"]}, [IM_START, 68, IM_END, 202, 69], "a\nb"),
+        (WITHOUT, {"extra_special_tokens": {"x": "<|im_start|>"}}, [IM_START, 68, IM_END, 202, 69], "a\nb"),
+        (WITHOUT, {"added_tokens_decoder": DECODER}, [IM_START, 68, IM_END, 202, 69], "a\nb"),
+        (
+            byte_level_json(),
+            {"added_tokens_decoder": {"2": {**DECODER["2"], "rstrip": True}}},
+            [IM_START, 68, IM_END, 69],
+            "ab",
+        ),
+        (
+            byte_level_json().replace('"special":true', '"special":false'),
+            {},
+            [IM_START, 68, IM_END, 202, 69],
+            "<|im_start|>a\nb",
+        ),
+    ],
+)
+def test_special_tokens_are_read_from_the_configuration_too(tokenizer, config, ids, text):
+    """From transformers 5.24: AutoTokenizer.from_pretrained(FOLDER), encode("<|im_start|>a<|im_end|>\\nb") and decode with
+    skip_special_tokens=True, with "tokenizer_class": "PreTrainedTokenizerFast"."""
+    found = made(tokenizer, **config)
+    spelled = "<|im_start|>a<|im_end|>\nb"
+    assert found.encode(spelled).tolist() == ids
+    assert found.decode(found.encode(spelled)) == text
+    assert IM_END not in found.encode_plain(spelled)
 
 
 def test_marked_text_keeps_the_special_tokens_inside_a_text():

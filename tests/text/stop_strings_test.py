@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.stop_strings import StopStrings, stop_ids, turn_end
@@ -206,6 +207,18 @@ def test_the_token_that_a_template_writes_after_an_answer_ends_a_turn(
     assert (tokenizer.eos_id, turn_end(tokenizer)) == (0 if eos == SPECIALS[0] else 2, turn)
     assert stop_ids(tokenizer) == response
     assert stop_ids(tokenizer, [300]) == (*response, 300)
+
+
+HARMONY = "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+
+
+def test_the_end_of_a_thought_does_not_end_a_turn():
+    """gpt-oss writes `<|end|>` after thoughts and after an earlier answer, and generates `<|return|>` after an answer."""
+    tokens = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    made = Tokenizer.from_str(byte_level_json())
+    made.add_special_tokens(tokens)
+    tokenizer = HuggingFaceTokenizer(files_of(made.to_str(), template=HARMONY, eos_token="<|return|>"))
+    assert stop_ids(tokenizer) == (324,)
 
 
 def test_a_tokenizer_without_special_tokens_in_texts_has_one_end_token():
