@@ -17,7 +17,8 @@ from jaxtyping import Int32, Int64
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.rows import place_of
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
-from dapo_jax.text.stop_strings import turn_end
+from dapo_jax.text.stop_strings import stop_ids, turn_end
+from dapo_jax.text.thoughts import opening, without_thoughts
 from dapo_jax.text.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -206,7 +207,8 @@ class PairSource:
     """An endless sequence of supervised pairs for a warm start, with random access: `source[i]` for any i >= 0.
 
     Pair i has the prompt at ordinal i, and one demonstration from the same row. It ends with `turn_end` if the prompt is a conversation,
-    otherwise with `eos_id`. A row's demonstrations are its `responses`, or its single `response`. Only (seed, i) decides which one is chosen.
+    otherwise with `eos_id`, or with another end token if its text spells one at its end. A row's demonstrations are its `responses`, or its
+    single `response`. Only (seed, i) decides which one is chosen.
     """
 
     def __init__(
@@ -215,11 +217,13 @@ class PairSource:
         """Stores the source of the prompts. `max_response_tokens` includes the end token."""
         self._prompts, self._tokenizer, self._seed = prompts, tokenizer, seed
         self._max_response_tokens, self._turn_end = max_response_tokens, turn_end(tokenizer)
+        self._ends = stop_ids(tokenizer)
 
     def __getitem__(self, i: int) -> tuple[Int32[np.ndarray, " prompt"], Int32[np.ndarray, " response"]]:
         """Returns the tokens of pair `i`: the prompt, and the response with the end token.
 
-        Raises ValueError if the row has no demonstration, or a text is too long or cannot be tokenized.
+        Raises ValueError if the row has no demonstration, a text is too long or cannot be tokenized, or the response contains an end token before its end
+        or does not fit the thoughts that the prompt opens.
         """
         prompt = self._prompts[i]
         where = place_of(prompt.row, self._prompts.row_index(i))
@@ -228,12 +232,25 @@ class PairSource:
         is_turn = self._prompts.prompt_format.data.chat or not isinstance(prompt.row["prompt"], str)
         end = self._turn_end if is_turn else self._tokenizer.eos_id
         try:
-            response = np.append(self._tokenizer.encode(text, prompt.tokens), np.int32(end))
+            response = self._tokenizer.encode(text, prompt.tokens)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+        mark = opening(prompt.text)
+        if mark and (text.lstrip().startswith(mark) or not without_thoughts(text, prompt.text).strip()):
+            raise ValueError(
+                f"{where}: the prompt ends with {mark!r}, so the response must not begin with it again, and must end the thoughts before its answer; it is {text!r:.80}. "
+                "Change it, or set data.chat_template_kwargs so that the prompt opens no thoughts, such as {enable_thinking: false}"
+            )
+        ended = np.flatnonzero(np.isin(response, self._ends))
+        if not len(ended):
+            response = np.append(response, np.int32(end))
+        elif (at := int(ended[0])) < (last := len(response) - 1):
+            raise ValueError(
+                f"{where}: the response has the end token {response[at]} at position {at} of {last}, so the tokens after it could never be sampled; remove them"
+            )
         if (count := len(response)) > self._max_response_tokens:
             raise ValueError(
-                f"{where}: the response has {count - 1} + 1 end token = {count} tokens, more than "
+                f"{where}: the response and its end token have {count} tokens, more than "
                 f"max_response_tokens={self._max_response_tokens}; raise it or remove the row"
             )
         return prompt.tokens, response

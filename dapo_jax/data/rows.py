@@ -1,5 +1,6 @@
 """Rows of datasets. A row is a mapping with at least a prompt and an answer."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,10 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(prompt, str):
         checked_messages(prompt)
         prompt = list(prompt)  # messages are normalized later, when they are rendered
+    elif re.match(r"""\s*\[\s*\{\s*["'](?:role|from)["']\s*:""", prompt):
+        raise ValueError(
+            f"'prompt' is a text that spells messages: {prompt!r:.60}; parse it, and store the list of messages"
+        )
     # A bool is an int in Python, but is not converted, because "True" is hardly an intended answer.
     if isinstance(answer, int | np.integer) and not isinstance(answer, bool):
         answer = str(int(answer))

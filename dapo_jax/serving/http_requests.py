@@ -29,6 +29,9 @@ class _SamplingParams(SamplingFields, kw_only=True, frozen=True):
     """The field `sampling_params` in a request to `/inference/v1/generate`."""
 
     logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
+    # These fields have no effect, because the answer has no text.
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
 
 class _GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
@@ -47,6 +50,8 @@ class _CompletionsBody(SamplingFields, kw_only=True, frozen=True):
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
     model: str = ""
     echo: bool = False
+    add_special_tokens: bool = True
+    """Whether a text begins with the beginning-of-text token, if the model has one."""
     logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
 
 
@@ -108,10 +113,11 @@ def read_completions(content: bytes, limits: ServedLimits) -> list[CheckedReques
             raise RequestError(
                 f"{name} is {value}; with echo, which scores the prompt, the server accepts {' or '.join(map(str, accepted))}"
             )
+    encode = limits.tokenizer.encode_prompt if body.add_special_tokens else limits.tokenizer.encode
     requests, options = [], structs.replace(body, max_tokens=1) if body.echo else body
     for prompt in prompts:
         try:
-            ids = limits.tokenizer.encode_prompt(prompt).tolist() if isinstance(prompt, str) else prompt
+            ids = encode(prompt).tolist() if isinstance(prompt, str) else prompt
         except ValueError as error:
             raise RequestError(f"prompt: {error!s:.1000}") from error
         checked = np.array(limits.checked_ids("prompt", ids), np.int32)

@@ -17,15 +17,15 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _IGNORED = frozenset(
     {
         "cache_salt", "user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-        "routed_experts_prompt_start", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output",
+        "routed_experts_prompt_start", "spaces_between_special_tokens", "detokenize",
     }
 )  # fmt: skip
 """Request fields that are ignored, because they would not change this server's answer."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,), "add_special_tokens": (False,), "bad_words": ([],), "best_of": (1,), "continue_final_message": (False,),
     "continuous_usage_stats": (False,), "echo": (False,), "features": ({},), "frequency_penalty": (0,), "ignore_eos": (False,),
-    "include_obfuscation": (False,), "logit_bias": ({},), "min_p": (0,), "min_tokens": (0,), "modalities": (["text"],), "presence_penalty": (0,),
-    "priority": (0,), "repetition_penalty": (1,), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"), "store": (False,),
+    "include_obfuscation": (False,), "include_stop_str_in_output": (False,), "logit_bias": ({},), "min_p": (0,), "min_tokens": (0,), "modalities": (["text"],), "presence_penalty": (0,),
+    "priority": (0,), "repetition_penalty": (1,), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "store": (False,),
     "stream": (False,), "top_logprobs": (0,), "use_beam_search": (False,),
 }  # fmt: skip
 """For each unsupported field, the values that have no effect and are therefore accepted."""

@@ -6,6 +6,7 @@
 | `content` as a list of `{"type": "text", "text": ...}` | the concatenated texts |
 | no `content`, but tool calls | an empty text as `content` |
 | an empty list of `tool_calls` | removed |
+| `reasoning`, vLLM's name of `reasoning_content` | both names |
 | a call `{"name": ..., "arguments": ...}` | `{"type": "function", "function": {"name": ..., "arguments": ...}}` |
 | call arguments as JSON text | the parsed object. Its nulls are kept, because the model wrote them |
 | call arguments that are missing or an empty text | an empty object |
@@ -57,8 +58,17 @@ def _message(message: object, where: str) -> dict[str, Any]:
     message = _without_nulls(message)
     role, content = message.pop("role", None), message.pop("content", None)
     calls = message.pop("tool_calls", [])
-    if not isinstance(role, str):
-        raise ValueError(f"{where}: 'role' must be a string; got {role!r:.80}")
+    if not isinstance(role, str) or role in ("human", "gpt"):
+        renamed = "rename 'from' to 'role', 'value' to 'content', 'human' to 'user' and 'gpt' to 'assistant'"
+        raise ValueError(
+            f"{where}: 'role' must be a string such as 'user' or 'assistant'; got {role!r:.80}: {renamed}"
+        )
+    if "function_call" in message:
+        raise ValueError(
+            f"{where} has 'function_call', OpenAI's former field; write the call as an entry of 'tool_calls'"
+        )
+    if "reasoning" in message:
+        message.setdefault("reasoning_content", message["reasoning"])
     if not isinstance(calls, list):
         raise ValueError(f"{where}: 'tool_calls' must be a list; got {calls!r:.80}")
     content = "" if content is None and calls else content_text(content, where)

@@ -85,6 +85,15 @@ def test_the_chat_template_counts_towards_the_limit(chat_tokenizer):
         ({"prompt": [{"role": "user"}], "answer": "1"}, "row 1: message 0: 'content' .* got None"),
         ({"prompt": "1", "answer": 1.0}, "row 1: 'answer' .* got 1.0"),
         ({"prompt": "1", "answer": True}, "row 1: 'answer' .* got True"),
+        (
+            {"prompt": '[{"role": "user"}]', "answer": "1"},
+            "row 1: 'prompt' is a text .* the list of messages",
+        ),
+        ({"prompt": "[ {'from': 'human'}]", "answer": "1"}, "row 1: 'prompt' is a text"),
+        (
+            {"prompt": [{"from": "human", "value": "1"}], "answer": "1"},
+            "row 1: message 0: 'role' .* None: .*'from'",
+        ),
         ({"prompt": " ", "answer": "1"}, "row 1: 'prompt' is empty"),
         ({"prompt": "1", "answer": ""}, "row 1: 'answer' is empty"),
     ],

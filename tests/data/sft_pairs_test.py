@@ -8,7 +8,7 @@ from dapo_jax.data.prompts import PairSource, PromptSource
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
-from tests.text.folders import files_of
+from tests.text import folders
 
 TOKENIZER = ByteTokenizer()
 ROWS = [{"prompt": f"{n}", "answer": f"{n}", "responses": [f"{n}{way}" for way in "abcd"]} for n in range(20)]
@@ -36,10 +36,39 @@ def test_response_ends_with_the_end_token_and_the_prompt_does_not():
 )
 def test_a_response_to_a_conversation_ends_as_the_template_ends_a_turn(prompt, chat, end):
     """A base model of Qwen: eos_token is <|endoftext|> (id 0), and the template writes <|im_end|> (id 2)."""
-    tokenizer = HuggingFaceTokenizer(files_of(eos_token="<|endoftext|>"))
+    tokenizer = HuggingFaceTokenizer(folders.files_of(eos_token="<|endoftext|>"))
     rows = [{"prompt": prompt, "answer": "2", "response": "=2"}]
     _, response = source(rows, tokenizer, prompt_format=PromptFormat(DataConfig(chat=chat)))[0]
     np.testing.assert_array_equal(response, [*tokenizer.encode("=2"), end])
+
+
+def conversation_pair(response, template=folders.CHATML, **kwargs):
+    tokenizer = HuggingFaceTokenizer(folders.files_of(template=template, eos_token="<|im_end|>"))
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}], "answer": "2", "response": response}]
+    data = DataConfig(chat_template_kwargs=kwargs)
+    _, tokens = source(rows, tokenizer, prompt_format=PromptFormat(data), max_response_tokens=64)[0]
+    return tokenizer.spelled(tokens)
+
+
+def test_an_end_token_in_the_response_is_its_end():
+    """A row of tool calls, for example, ends with a token of its own. The tokens after an end token would never be sampled."""
+    assert conversation_pair("2") == conversation_pair("2<|im_end|>") == "2<|im_end|>"
+    for rest in ("\n", "<|im_end|>"):
+        with pytest.raises(ValueError, match=r"row 0: .* end token 2 at position 1 of 2"):
+            conversation_pair("2<|im_end|>" + rest)
+
+
+OPENED = folders.CHATML.replace("assistant\n", "assistant\n{% if thinking %}<think>\n{% endif %}")
+
+
+def test_a_response_continues_the_thoughts_that_the_prompt_opens():
+    """As with the templates of DeepSeek-R1 and Qwen3.5."""
+    whole = "<think>\n1 and 1</think>2"
+    assert conversation_pair("1 and 1</think>2", OPENED, thinking=True) == "1 and 1</think>2<|im_end|>"
+    assert conversation_pair(whole, OPENED) == whole + "<|im_end|>"
+    for response in (whole, "2", "1 and 1</think>"):
+        with pytest.raises(ValueError, match=r"row 0: .*'<think>'.* data\.chat_template_kwargs"):
+            conversation_pair(response, OPENED, thinking=True)
 
 
 def test_pair_depends_on_seed_and_place_alone():

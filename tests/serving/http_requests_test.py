@@ -1,49 +1,48 @@
-"""Bodies of requests are parsed in several threads at the same time."""
+"""Fields of requests that change the tokens of the prompt, or the text of the answer."""
 
 import json
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 
-from tests.text.stop_strings_test import MERGED, SPECIAL_STOPS, ids_of
+from dapo_jax.serving.http_requests import read_chat, read_completions, read_generate
+from dapo_jax.serving.served_requests import ServedLimits
+from dapo_jax.text.http import RequestError
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from tests.text.folders import byte_level_json, files_of, with_beginning
 
-pytest.importorskip("msgspec", reason="needs the extra http")
-
-FIRST_REQUESTS = """
-import importlib, sys
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-from dapo_jax.serving import http_requests
-from dapo_jax.text import chat_requests
-
-GIVEN = {"_CompletionsBody": {"prompt": [[1]]}, "ChatBody": {"messages": [{}], "stop": "x"}, "_SamplingParams": {"stop": ["x"]}, "_GenerateBody": {"token_ids": [1]}}
-sys.setswitchinterval(1e-7)
-for _ in range(300):
-    importlib.reload(chat_requests)
-    importlib.reload(http_requests)
-    for name, given in GIVEN.items():
-        kind, start = getattr(http_requests, name), Barrier(4)
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda _: (start.wait(), http_requests.struct_of(dict(given), kind, "the body")), range(4)))
-"""
+TOKENIZER = HuggingFaceTokenizer(files_of(with_beginning(byte_level_json())))
+LIMITS = ServedLimits(
+    model="m",
+    tokenizer=TOKENIZER,
+    vocabulary=400,
+    max_prompt_tokens=64,
+    max_response_tokens=8,
+    most_responses=4,
+)
 
 
-def test_the_first_requests_of_a_server_may_arrive_together():
-    """The process crashed if the first conversions to a struct overlapped. Threads switch as often as possible here, so it crashed within 300 tries."""
-    done = subprocess.run([sys.executable, "-c", FIRST_REQUESTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def body(**fields):
+    return json.dumps(fields).encode()
 
 
-@pytest.mark.parametrize(("strings", "parts", "text"), SPECIAL_STOPS)
-def test_a_stop_string_with_a_special_token_ends_a_served_response(strings, parts, text):
-    from dapo_jax.serving.http_requests import read_completions
-    from dapo_jax.serving.served_requests import ServedLimits
+def test_a_text_to_complete_begins_with_the_beginning_unless_the_request_declines_it():
+    plain = TOKENIZER.encode("12").tolist()
+    for fields, first in (
+        ({}, [3]),
+        ({"add_special_tokens": True}, [3]),
+        ({"add_special_tokens": False}, []),
+    ):
+        [asked] = read_completions(body(prompt="12", **fields), LIMITS)
+        assert asked.prompt.tolist() == [*first, *plain]
 
-    limits = ServedLimits(
-        model="m", tokenizer=MERGED, vocabulary=400, max_prompt_tokens=9, max_response_tokens=9, most_responses=1
-    )  # fmt: skip
-    [asked] = read_completions(json.dumps({"prompt": "a", "stop": strings}).encode(), limits)
-    ids = ids_of(MERGED, parts)
-    assert asked.options.stop(np.append(ids, ids), 0) == len(ids)
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("skip_special_tokens", False), ("include_stop_str_in_output", True)]
+)
+def test_fields_that_would_change_the_text_are_refused_except_where_the_answer_has_no_text(name, value):
+    messages = [{"role": "user", "content": "1"}]
+    for read, fields in ((read_chat, {"messages": messages}), (read_completions, {"prompt": "1"})):
+        read(body(**fields, **{name: not value}), LIMITS)
+        with pytest.raises(RequestError, match=f"'{name}'={value}"):
+            read(body(**fields, **{name: value}), LIMITS)
+    read_generate(body(token_ids=[5], sampling_params={name: value}), LIMITS)

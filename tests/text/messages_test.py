@@ -123,18 +123,19 @@ def test_the_canonical_form_is_the_documented_one():
     given = [
         {"role": "assistant", "tool_calls": ({"name": "f", "arguments": '{"a": null, "b": {}}'},), "refusal": None},
         {"role": "tool", "content": [{"type": "text", "text": "4", "image_url": None}], "extra": {"x": None, "y": [None]}},
-        {"role": "assistant", "content": "2", "tool_calls": []},
+        {"role": "assistant", "content": "2", "tool_calls": [], "reasoning": "r"},
     ]  # fmt: skip
     assert canonical_messages(given) == [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "4", "extra": {"y": [None]}},
-        {"role": "assistant", "content": "2"},
+        {"role": "assistant", "content": "2", "reasoning": "r", "reasoning_content": "r"},
     ]
 
 
 BROKEN = [
     ({"role": "assistant", "tool_calls": [wrapped("f", "{")]}, "message 1: tool call 0: its arguments are not JSON"),
     ({"role": "assistant", "tool_calls": [wrapped(None, {})]}, "tool call 0: the name of its function must be a string"),
+    ({"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}, "message 1 has 'function_call'"),
     ({"role": "assistant", "content": None}, "message 1: 'content' must be a string"),
     ({"role": "assistant", "content": [{"type": "image_url", "image_url": "x"}]}, "message 1: 'content' has the part"),
     ({"role": "assistant", "content": "", "x": json.loads("[" * 70 + "]" * 70)}, "nested more than 64 levels"),

@@ -16,6 +16,7 @@ from dapo_jax.text.thoughts import without_thoughts
 OVERRIDDEN = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "reasoning_effort",
+        "skip_special_tokens",
     }
 )  # fmt: skip
 """Fields that the run's settings replace, because the policy must be sampled as it is trained."""
