@@ -18,14 +18,15 @@ class GrowingText:
     """The text of a response that arrives in blocks of tokens, up to its first stop string.
 
     A token may be part of a character, and some tokenizers decode a token differently at the start of a text. Therefore each block is decoded
-    together with the previous block. Incomplete characters, and text that may be the beginning of a stop string, are held back.
+    together with the previous block. Incomplete characters, and text that may be the beginning of a stop string, are held back. With byte fallback,
+    one incomplete character makes all bytes next to it invalid.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._stop = StopStrings(tokenizer, stop)
         self._held = max(map(len, stop), default=1) - 1
         self._window: list[int] = []
-        """Tokens to decode next: the last block that ended with a complete character, and all tokens after that block."""
+        """Tokens to decode next: a few tokens that end with a complete character, and all tokens after them."""
         self._shown = 0
         """Number of characters in the window's text that have been moved to `_waiting`."""
         self._waiting, self._over = "", False
@@ -34,19 +35,30 @@ class GrowingText:
         """Adds tokens, and returns the text that can now be shown. If `last` is set, returns all remaining text."""
         if self._over:
             return ""
-        self._window += ids
-        text = self._stop.text(self._window)
-        # An incomplete character at the end, whatever its length in bytes, decodes to a single replacement character.
-        whole = text if last else text.removesuffix(_BROKEN)
-        self._waiting, self._shown = self._waiting + whole[self._shown :], len(whole)
-        if ids and whole == text:
-            self._window, self._shown = list(ids), len(self._stop.text(ids))
+        self._window += filter(self._stop.has_text, ids)
+        text, known = self._stop.text(self._window), len(self._window)
+        whole = text
+        # An incomplete character has at most three bytes.
+        while whole.endswith(_BROKEN) and not last and known > max(len(self._window) - 3, 0):
+            known -= 1
+            whole = self._stop.text(self._window[:known])
+        is_known = not whole.endswith(_BROKEN)
+        whole = whole if last else whole.rstrip(_BROKEN)
+        self._waiting, self._shown = self._waiting + whole[self._shown :], max(self._shown, len(whole))
+        if is_known:
+            # One of these beginnings is not inside a character.
+            for begin in range(known - 1, max(known - 5, -1), -1):
+                end = self._stop.text(self._window[begin:known])
+                if end and whole.endswith(end):
+                    self._window, self._shown = self._window[begin:], len(end)
+                    break
         elif len(self._window) > 16:
             # Without this, the window would grow with each token that is not a character. The last tokens contain the incomplete character.
             for cut in (-4, -5, -6):  # one of these is between two characters
                 start, end = self._stop.text(self._window[:cut]), self._stop.text(self._window[cut:])
                 if end and start + end == text:
-                    self._window, self._shown = self._window[cut:], self._shown - len(start)
+                    self._waiting += start[self._shown :]
+                    self._window, self._shown = self._window[cut:], max(self._shown - len(start), 0)
                     break
         starts = [at for string in self._stop.strings if (at := self._waiting.find(string)) >= 0]
         self._over = bool(starts)

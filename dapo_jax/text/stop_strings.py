@@ -50,7 +50,7 @@ class StopStrings:
         self.strings = (*strings, *map(self.marked, strings), *(self._marks[token] for token in ids))
         """The stop strings, their `marked` forms, and the marks of the ids."""
         self._window = max((len(string.encode("utf-8")) for string in strings), default=0) + _ALIGNMENTS
-        self._text_in = cache(lambda token: bool(self.text([token, token])))
+        self.has_text = cache(lambda token: bool(self.text([token, token])))
         """Whether a token has text. The token is decoded twice in a row, because decoders may drop the first space of a text."""
 
     def find(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> int | None:
@@ -99,8 +99,8 @@ class StopStrings:
         needed = self._window + _ALIGNMENTS
         while start > 0 and needed > 0:
             start -= 1
-            needed -= self._text_in(int(token_ids[start]))
-        return [at for at in range(start, len(token_ids)) if self._text_in(int(token_ids[at]))]
+            needed -= self.has_text(int(token_ids[start]))
+        return [at for at in range(start, len(token_ids)) if self.has_text(int(token_ids[at]))]
 
     def _completes(self, tail: Int[np.ndarray, " tail"], end: int) -> bool:
         """Returns whether the window that ends at `end` contains a stop string. Tries several starts, because the first token may begin inside a character."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dapo_jax.serving.text import GrowingText, decoded
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
-from tests.text.stop_strings_test import MERGED, SPECIAL_STOPS, ids_of
+from tests.text.stop_strings_test import MERGED, SPACED, SPECIAL_STOPS, ids_of
 
 
 def grown(tokenizer, pieces, stop=()):
@@ -38,6 +38,28 @@ def test_pieces_of_any_bytes_add_up_to_the_whole(data, size):
     ids = [byte + 2 for byte in data]
     pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
     assert "".join(grown(ByteTokenizer(), pieces)) == ByteTokenizer().decode(np.array(ids, np.int32))
+
+
+@given(text=st.text("a END\n日本é🜂"), size=st.integers(1, 4))
+def test_pieces_of_text_in_single_bytes_add_up_to_the_text(text, size):
+    """With byte fallback, the library decodes a run of byte tokens to replacement characters alone until its last character is complete."""
+    ids = SPACED.encode(text).tolist()
+    pieces = grown(SPACED, [ids[start : start + size] for start in range(0, len(ids), size)])
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_long_run_of_single_bytes_is_shown_character_by_character():
+    text, parts = GrowingText(SPACED), []
+    for token in SPACED.encode("日本" * 100).tolist():
+        parts.append(text.add([token]))
+        assert len(text._window) < 10
+    assert [part for part in parts if part] == [*"日本"] * 100
+
+
+def test_a_token_without_text_does_not_hide_the_space_after_it():
+    ids = [*SPACED.encode("a").tolist(), 1, *SPACED.encode(" b", np.zeros(0, np.int32)).tolist()]
+    assert "".join(grown(SPACED, [[token] for token in ids])) == "a b"
 
 
 @pytest.mark.parametrize("size", [1, 3])
