@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.math_grader import last_box
+from dapo_jax.rewards.math_grader import answers_in_tags, last_box
 from dapo_jax.rewards.numerals import (
     COPULA,
     FILLER,
@@ -52,8 +52,8 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", https://arxiv.org/abs/2110.14168).
     A response's answer is the number after its last `####`. The rest of that line may contain only pairs of brackets and words that do not change
     the number (`numerals.placeholder`), or else the line is compared as text. A heading such as `#### Step 2: Total`, which begins with a word, has no
-    number as its statement and is followed by text, is not a mark. Without `####`, the answer is the content of the last `\\boxed{}` or `<answer>`, or else
-    the last number. Thoughts are ignored. A number is parsed with all characters attached to it, so 3-5, 3:30, 5^2, 2x and 5m are compared as text.
+    number as its statement and is followed by text, is not a mark. Without `####`, the answer is the content of the last `\\boxed{}` or `<answer>`, the
+    value of "answer" in JSON, or else the last number. Thoughts are ignored. A number is parsed with all characters attached to it, so 3-5, 3:30, 5^2, 2x and 5m are compared as text.
     Currency, percent and degree signs are ignored.
 
     >>> [gsm8k_grader(response, "72").correct for response in ("3 * 24 = 72\\n#### 72", "That is $72.00.", "#### 7")]
@@ -85,7 +85,7 @@ def _found(text: str) -> tuple[tuple[str, Fraction | None] | None, str]:
     stated = _stated(line, alone=True) if marked else None
     if marked and not (rest.strip() and _HEADING.match(line) and (stated is None or stated[1] is None)):
         return stated, f"after the last {_MARK!r}"
-    text = rest if marked else text
+    text = answers_in_tags(rest if marked else text)
     boxed, has_box = last_box(text)
     if has_box:
         return _stated(boxed or "", alone=True), r"in the last \boxed{}"

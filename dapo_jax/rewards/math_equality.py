@@ -5,13 +5,15 @@ Numbers are compared exactly. However, a decimal with at least six significant d
 values agree at three points at which both are real. An undefined function such as f(x) is treated as a variable.
 """
 
+import re
 from itertools import starmap
 from typing import Any, NamedTuple
 
 import sympy
 from sympy.core.evalf import PrecisionExhausted
 
-from dapo_jax.rewards.math_reader import UNION, WITHOUT, ReadAnswer, Relation, Several, is_name
+from dapo_jax.rewards.math_reader import ReadAnswer, Relation, Several, is_name, scaled
+from dapo_jax.rewards.math_text import UNION, WITHOUT
 
 _REALS = Several("(", (-sympy.oo, sympy.oo), ")")
 DIGITS = 50
@@ -28,7 +30,7 @@ def same_meaning(gold: ReadAnswer, answer: ReadAnswer) -> bool:
     if same or gold.percent == answer.percent:
         return same
     percentage, other = (gold.value, answer.value) if gold.percent else (answer.value, gold.value)
-    return not isinstance(percentage, Several | Relation) and compare(percentage / 100, other)
+    return compare(scaled(percentage, sympy.Rational(1, 100)), other)
 
 
 class _Comparison(NamedTuple):
@@ -129,7 +131,7 @@ class _Comparison(NamedTuple):
         difference = gold - answer
         if difference.free_symbols:
             # Comparing the expanded expressions could take very long: (x + y + z)^50 has 1,326 terms.
-            return all(starmap(_are_close, _at_points((gold, answer))))
+            return all(starmap(_are_close, _at_points((_with_constant(gold), _with_constant(answer)))))
         for decimal, other in ((gold, answer), (answer, gold)):
             last = self.decimals.get(abs(decimal))
             if last is not None and abs(other) not in self.decimals:
@@ -137,11 +139,20 @@ class _Comparison(NamedTuple):
         return not (gold.is_Rational and answer.is_Rational) and _are_close(gold, answer)
 
 
+def _with_constant(integral: Any) -> Any:
+    """Renames the constant of an integral such as x^2 + c to C. The only other symbol must be a usual name of an argument."""
+    for constant in sympy.Add.make_args(integral):
+        names = [str(name) for name in (integral - constant).free_symbols]
+        if str(constant) in ("c", "K") and len(names) == 1 and names[0] in "xtuyz":
+            return integral - constant + sympy.Symbol("C", real=True)
+    return integral
+
+
 def _heads(side: Any) -> set[str]:
     """Returns the names of all variables and functions of a side."""
     if isinstance(side, Several):
         return set().union(*map(_heads, side.items))
-    return {str(letter).partition("(")[0] for letter in side.free_symbols}
+    return {re.split("['(]", str(letter))[0] for letter in side.free_symbols}
 
 
 def _are_close(first: Any, second: Any) -> bool:

@@ -1,9 +1,11 @@
-"""The `math` grader, which compares answers by meaning. `math_reader.py` parses answers and `math_equality.py` compares them."""
+"""The `math` grader, which compares answers by meaning. `math_text.py` rewrites answers, `math_reader.py` parses them, and
+`math_equality.py` compares them."""
 
 import re
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.numerals import differ_in_unit
+from dapo_jax.rewards.math_text import is_word, labelled, text_form
+from dapo_jax.rewards.numerals import differ_in_unit, upright_unit
 from dapo_jax.text.thoughts import without_thoughts
 
 TAIL_CHARACTERS = 2000
@@ -16,9 +18,13 @@ _ANSWER = re.compile(
 """Matches the mark Answer: in several languages, or its tag."""
 _THE_ANSWER_IS = re.compile(
     r"(?im)\b(?:answers?|(?:correct|right) (?:option|choice))\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b[:\uff1a]?|[:\uff1a=])|答案[是为為]"
-    r"|^[ \t]*(?:#{1,6}[ \t]*|\*\*|__)+(?:the )?(?:final )?answer(?:\*\*|__)?[ \t]*$"
+    r"|^[ \t]*(?:#[ \t]*|\*\*|__)+(?:the )?(?:final )?answer(?:\*\*|__)?[ \t]*$|^####(?=[^\nA-Za-z]*\s*\Z)"
 )
-"""Matches words such as "the answer is", and a heading such as ### Final Answer."""
+"""Matches words such as "the answer is", a heading such as ### Final Answer, and #### before a number at the end."""
+_IN_JSON = re.compile(
+    r"""(?i)(["'])(?:final[_ ]?)?answer\1\s*:\s*(?:(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|\[([^\[\]]*)\]|([^\s\[\]{}"',][^\n,}]*))\s*(?=[,}])|[^\n]*\Z)"""
+)
+"""Matches an answer in JSON. Without the comma or bracket after it, the answer was cut off, and no group matches."""
 _UPRIGHT_MARK = re.compile(r"\\text\w*\s*\{\s*((?:final )?answer\s*:)\s*\}", re.IGNORECASE)
 _MARK_IN_BOX = re.compile(r"(\\f?boxed\s*\{\s*(?:\\text\w*\s*\{\s*)?)(?:final )?answer\s*:", re.IGNORECASE)
 _DISPLAY = re.compile(
@@ -44,7 +50,7 @@ def math_grader(response: str, answer: str) -> Verdict:
     line of mathematics is itself the answer. In other responses, the answer is the text after words such as "the answer is" or a heading such as
     `### Answer`. A displayed formula after these marks may have several lines. Other numbers are ignored, because they may match by accident, and so
     are thoughts. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the response was cut off and has no answer. A choice with its
-    label, such as (B) 7, is B if the reference is a letter from A to J, otherwise 7.
+    label, such as (B) 7, is B if the reference is a letter from A to J, otherwise 7. The value of "answer" in JSON is an answer, too.
 
     Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations), so 6/8 equals 3/4. If either
     cannot be parsed as a whole, the answer is wrong. Numbers are compared exactly, so 0.333 does not equal 1/3. A decimal with at least six
@@ -57,15 +63,19 @@ def math_grader(response: str, answer: str) -> Verdict:
     """
     # Imported here because these modules import sympy, which loads slowly.
     from dapo_jax.rewards.math_equality import same_meaning
-    from dapo_jax.rewards.math_reader import is_word, labelled, read, text_form
+    from dapo_jax.rewards.math_reader import read
 
     answer = _reference(answer)
     stated, where = _statement(without_thoughts(response)[-TAIL_CHARACTERS:])
     stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r" \1\2 ", stated))
     if stated is None:
         return Verdict(correct=False, reason=f"{where}: no answer found")
+    choice, right = labelled(stated), labelled(answer)
+    if right and right[1] and ":" not in answer.partition(right[1])[0]:
+        # The content is compared if the response has it, with the same letter or without a letter.
+        answer = right[choice is None or (choice[1] != "" and choice[0] == right[0])]
     extracted, wanted = text_form(stated), text_form(answer)
-    if extracted != wanted and (choice := labelled(stated)):
+    if extracted != wanted and choice:
         letter, content = choice
         stated = letter if re.fullmatch("[A-J]", wanted) else content or stated
         extracted = text_form(stated)
@@ -80,12 +90,15 @@ def math_grader(response: str, answer: str) -> Verdict:
         reason = f"{where}: {which} cannot be parsed, and the answer's text differs from {answer!r}"
         return Verdict(correct=False, extracted=extracted, reason=reason)
     try:
-        correct = same_meaning(gold, stated_value) and not differ_in_unit(stated, answer)
+        correct = same_meaning(gold, stated_value)
+        in_units = upright_unit(answer, stated), upright_unit(stated, answer)
+        if not correct and in_units != (answer, stated):
+            gold, stated_value = map(read, in_units)
+            correct = gold is not None and stated_value is not None and same_meaning(gold, stated_value)
+        correct = correct and not differ_in_unit(stated, answer)
     except MemoryError:
         raise
-    except (
-        Exception
-    ):  # sympy may fail in many ways on what a model writes, and an answer that cannot be compared is wrong
+    except Exception:  # sympy may fail in many ways, and an answer that cannot be compared is wrong
         correct = False
     reason = f"{where}: equal to {answer!r} in meaning" if correct else f"{where}: expected {answer!r}"
     return Verdict(correct=correct, extracted=extracted, reason=reason)
@@ -105,7 +118,7 @@ def _reference(answer: str) -> str:
 
 def _statement(text: str) -> tuple[str | None, str]:
     """Returns the stated answer, or None if it is missing or was cut off. Also returns the place where it was found or expected, in words."""
-    text = _MARK_IN_BOX.sub(r"\1", _UPRIGHT_MARK.sub(r"\1 ", text))
+    text = _MARK_IN_BOX.sub(r"\1", _UPRIGHT_MARK.sub(r"\1 ", answers_in_tags(text)))
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
     text = text if answer is None else text[:answer] + re.sub("(?i)</(?:final_)?answer>", "\n", text[answer:])
     # A box after the last `Answer:`, also on its line, takes precedence, because it is the response's last statement.
@@ -134,6 +147,11 @@ def _unemphasized(line: str) -> str:
     """Removes closing emphasis, which opened before the answer, as in **Answer: 34**, and a line break of TeX."""
     line = re.sub(r"(?<=\S)\*\*(?=\s|$)", "", line).strip().strip("*`").strip()
     return line.removesuffix("\\\\").strip()
+
+
+def answers_in_tags(text: str) -> str:
+    """Writes answers in JSON between tags. An answer that was cut off is empty."""
+    return _IN_JSON.sub(lambda found: f"<answer>{''.join(filter(None, found.groups()[1:]))}</answer>", text)
 
 
 def last_box(text: str) -> tuple[str | None, bool]:

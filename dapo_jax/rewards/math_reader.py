@@ -5,14 +5,14 @@ The notations below are supported. An answer with any other word, sign or notati
 * numbers as in `numerals.py`, mixed numbers (`2 2/3`, `2\frac23`), repeating decimals (`0.\overline{3}`), thousands separated by `,`, `{,}`,
   `,\!` or thin spaces; `+ - \pm * / ^ !`, fractions, binomial coefficients, roots (odd roots of negative numbers are real), absolute values, floors and ceilings,
   trigonometric functions, exponentials and logarithms, `\pi`, `e`, `i`, letters with subscripts;
-* `=`, `\approx` and inequalities; intervals, tuples, sets, unions, differences of sets, lists, matrices.
+* `=`, `\approx` and inequalities; intervals (also `]0,1[`), tuples, sets, unions, differences of sets, lists, ratios, matrices with a factor.
 
 Wrappers (`$`, `\boxed`, `\left`), the words in `numerals.py`, units (words, `\text{}`, degrees, currencies) and punctuation are ignored.
 A percentage such as 50% is parsed as 50, and the comparison also accepts 1/2 for it. A comma is a decimal comma only after four or more digits and
 before one or two, as in `1000,99`. Two or three capitals, as in `AB = 5`, are a name, not a product.
 
-Notations that are ambiguous out of context are not supported: number bases (`2516_8`), other overlines, lists with dots, primes, degrees with minutes,
-powers of powers without braces, and text that can be parsed in two ways (`1/2x`, `3 4`).
+Notations that are ambiguous out of context are not supported: number bases (`2516_8`), other overlines, lists with dots, primes except in names (`f'(x) =`),
+degrees with minutes, powers of powers without braces, and text that can be parsed in two ways (`1/2x`, `3 4`).
 """
 
 import re
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import sympy
 
 from dapo_jax.rewards import numerals
+from dapo_jax.rewards.math_text import END, UNION, UPRIGHT, WITHOUT, is_word, simplified
 from dapo_jax.rewards.numerals import COPULA, FILLER, PER_AREA, UNIT, WORD, placeholder
 
 MOST_BITS = 20_000
@@ -32,7 +33,7 @@ SIGNIFICANT = 6
 
 
 class Several(NamedTuple):
-    """Several values: an interval `(1,2]`, a tuple, a set, a union (`opened=UNION`), a difference of two sets (`opened=WITHOUT`), a list (`opened=""`, `closed="or"` if "or" separates its items),
+    """Several values: an interval `(1,2]`, a tuple, a set, a union (`opened=UNION`), a difference of two sets (`opened=WITHOUT`), a ratio (`opened=":"`), a list (`opened=""`, `closed="or"` if "or" separates its items),
     or a matrix (`opened="⟦"`). The rows of a matrix are tuples, or numbers if it has one column."""
 
     opened: str
@@ -57,18 +58,6 @@ class ReadAnswer(NamedTuple):
     undone: bool
 
 
-UNION, WITHOUT = "\u222a", "\u2216"
-_COMMANDS = {
-    name: written for names, written in (
-        ("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox quad qquad thinspace"
-         " scriptstyle bf it rm tt sf tiny small normalsize large Large LARGE huge Huge blacksquare qed nonumber notag", " "),
-        ("dfrac tfrac cfrac nicefrac sfrac", r"\frac"), ("dbinom tbinom", r"\binom"), ("times cdot ast", "*"), ("div", "/"), ("pm", "±"), ("mp", "∓"), ("lt", "<"), ("gt", ">"),
-        ("le leq leqslant", "≤"), ("ge geq geqslant", "≥"), ("ne neq", "≠"), ("approx", "≈"), ("in", "∈"), ("cup", UNION), ("setminus backslash", WITHOUT), ("lvert rvert vert mid", "|"),
-        ("dots ldots cdots dotsc", "…"), ("infty", "∞"), ("pi", "π"), ("degree", "°"), ("imath", "i"), ("lbrace", r"\{"), ("rbrace", r"\}"),
-        ("varnothing", r"\emptyset"), ("colon", ":"),
-    ) for name in names.split()
-}  # fmt: skip
-"""Replacements for LaTeX commands, by command name. Commands that are not listed are kept."""
 _NATURAL = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(sympy, name) for name in _NATURAL},
@@ -83,146 +72,35 @@ _GREEK = (
 _UNIT_LETTERS = frozenset("mgshLlJNWVACF")
 """One-letter units in upright type, as in \\text{m}. A letter in italics is a variable."""
 
-_MONEY = re.compile(r"(?<![0-9.,])(?:\bUS\s*)?(?:\\\$|[€£¥₹])|(?:\\\$|[€£¥₹¢])(?![0-9.,])")
-_ONE_DOLLAR = re.compile(r"^\s*([-+]?)\s*\$|(?<=[^0-9]\s)\$(?=[0-9.])|(?<=\()\$(?=[0-9.])|\$\s*$")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))")
-_UPRIGHT = r"\\(text(?:normal|bf|rm|it|sf|tt|sc|up|md)?|mbox|math(?:rm|bf|it|sf|tt)|boldsymbol|bm|operatorname)\s*\{([^{}]*)\}"
 _CONJUNCTION = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
-_PERCENT = r"\\%|\\(?:text|mathrm)\s*\{\s*(?:percent|per cent|pct|\\?%)\s*\}|(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])"
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,.]?\s+[A-Za-z]{2,}")
 _BARE = re.compile(rf"(?:\\[A-Za-z]+|[§A-Za-z]_\{{\w+\}})|{WORD.pattern}")
 _DECIMAL_COMMA = "([0-9]{4,}),([0-9]{1,2})(?![0-9.,])"
 """A comma after four or more digits and before one or two, which cannot separate thousands, is a decimal comma."""
 _DEGREES = r"°\s*[CF]?(?=\s*(?:[,;)\]\2=≈%]|\\\}|$))"
-_FACTOR = r"[A-Za-zπ§({√]|\\(?!\}|rangle|rfloor|rceil)"
+_FACTOR = r"[A-Za-zπ§({√]|\\(?!\}|rangle|rfloor|rceil)|(?:(?<=[A-Za-z)}!])|(?<=[A-Za-z)}!]\s))[0-9]+\s*\^"
+"""Matches the start of a factor without a sign before it. A number must have an exponent, as in 2^n3^m."""
 _POWER_OF_TEN = r"10\s*(?:\^|\*\*)"
-_FIGURE = r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*(?:([A-Z]{1,4})(?![A-Za-z])|\{\s*([A-Z]{1,4})\s*\})|\|\s*([A-Z]{2})\s*\|(?=\s*=)"
-"""Names such as \\angle ABC or |AB|. The symbol § with the name as its index replaces them."""
-_END = re.compile(r"(?:(?<![.,;])[.,;]|\s)+$")
+_FIGURE = (
+    r"(?:\bm\s*)?\\(angle|triangle|overline|vec)\s*(?:([A-Z]{1,4})(?![A-Za-z])|\{\s*([A-Z]{1,4})\s*\})|\|\s*([A-Z]{2})\s*\|(?=\s*=)"
+    r"|\\(vec)\s*(?:\{\s*([a-z])\s*\}|([a-z])(?![A-Za-z]))"
+    r"|\\frac\s*\{\s*(?:d|\\partial)\s*([A-Za-z])\s*\}\s*\{\s*(?:d|\\partial)\s*([A-Za-z])\s*\}(?=\s*=)"
+)
+"""Names such as \\angle ABC, |AB|, \\vec{v} or \\frac{dy}{dx} =. The symbol § with the name as its index replaces them."""
 _UNIT_POWER = r"(?:\s*\^\s*(?:[23]|\{[23]\}))?"
 _PER = rf"\s*/\s*(?:{UNIT}|[{''.join(_UNIT_LETTERS)}](?![A-Za-z])){_UNIT_POWER}"
 _PLACEHOLDERS = re.compile(rf"({FILLER}|{COPULA}|(?:{PER_AREA}\.?\s*)?{UNIT}{_UNIT_POWER}(?:{_PER})?)")
-_INVISIBLE = re.compile(
-    r"\\(?:[hv]space\*?|tag\*?|label)\s*\{[^{}]*\}|\\(?:text)?color\s*(?:\[\w*\]\s*)?\{[^{}]*\}(?=\s*[^\s}])"
-)
-"""Matches spaces, labels and colours, which do not change an answer. A colour is followed by the text that it colours."""
-_ALIGNED = re.compile(
-    r"\\begin\s*\{((?:align(?:ed)?|gather(?:ed)?|equation|split|cases)\*?)\}((?:(?!\\begin|\\end).)*)\\end\s*\{\1\}",
-    re.DOTALL,
-)
-_NEXT_SIDE = r"[=<>≤≥≈]|\\(?:leq?|geq?|leqslant|geqslant|lt|gt|approx)(?![A-Za-z])"
-_INFIX = r"\{((?:[^{}]|\{[^{}]*\})*?)\\(over|choose)(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}"
-_LABEL = re.compile(
-    r"\s*(?:(?i:option|choice)\s+)?(?:[(\[]([A-J])[)\]](?=[\s.:]|$)|([A-J])(?:[.:)](?=\s|$)|$))\s*[.:]?\s*(.*?)\s*",
-    re.DOTALL,
-)
-"""Matches a choice with its label, such as (B) 7. The groups are the letter, in one of two, and the content."""
-_NO_CONTENT = re.compile(
-    r"[-+*/^_=<>≤≥≠≈±|!,;&°%]|(?:is|are|was|isn't|can|cannot|does|or|and|nor|but|if|not|plus|minus|times)\b"
-    r"|.*(?<![A-Za-z\\])[A-J](?![A-Za-z])",
-    re.DOTALL,
-)
-"""Matches texts after a letter that are not the content of one choice, such as the rest of a formula, or further letters."""
-_NUMBERS = {"R": "\u211d", "Z": "\u2124", "N": "\u2115", "Q": "\u211a", "C": "\u2102"}
-_ALL_REALS = re.compile(
-    r"\A[\s$]*(?:\\text\s*\{)?\s*(?i:(?:all|any|every) real numbers?|all reals)\s*\}?[\s$.]*\Z"
-)
-_BASES = {
-    word: base
-    for words in (
-        "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen",
-    )
-    for base, word in enumerate(words.split(), 2)
-}
-_BASE = rf"_\s*\{{\s*(?:\\(?:text|mathrm)\s*\{{\s*)?({'|'.join(_BASES)})\s*\}}(?:\s*\}})?"
 _SET = r"\\\{\s*([A-Za-z])\s*(?:∈\s*\u211d\s*)?[|:]\s*(?=[^{}]*\1)((?:[^{}|:\\]|\\(?![{}])|(?<!\\)\{[^{}]*\})*)\\\}"
 r"""Matches a set such as \{x | x > 3\}, which is read as its condition."""
-_MATRIX = r"\\(begin|end)\s*\{(?:(?:small|[pb])?matrix|array)\}(?:\s*\{[lcr| ]*\})?"
 _REST_OF_MIXED = r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.,]*[0-9])|\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
 _CALL = r"\(\s*([-0-9./]+|[A-Za-z§](?:\s*,\s*[A-Za-z])*|[A-Z]\s*[=<>≤≥]\s*[-0-9./]+)\s*\)(?=\s*[=≈])"
 """Matches the argument of a call that names a value, as in P(2) = 5 or P(X = 2) = 1/3."""
+_DERIVATIVE = r"(?:'+|\^\s*\{?\s*(?:\\prime\s*)+\}?)"
+_INVERSE, _OF_MATRIX = r"\^\s*\{\s*-\s*1\s*\}(?=\s*\()", r"\^\s*(?:\{[^{}]*\}|\w)(?=\s*=[^=]*⟦)"
+"""The marks of names such as f'(x), f^{-1}(x) and, before a matrix, A^{-1} =."""
 _spaced = lru_cache(maxsize=None)(lambda pattern: re.compile(rf"\s*(?:{pattern})"))
 _CONSTANTS = {"π": sympy.pi, "\u211d": Several("(", (-sympy.oo, sympy.oo), ")")}
-
-
-def text_form(text: str) -> str:
-    r"""Removes wrappers, white space and punctuation, and writes words in lower case, so that answers can be compared as text.
-
-    >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)"), text_form("CBA")
-    ('blue', '2516_8', '(3,4)', 'CBA')
-    """
-    text = re.sub(r"\s+", " ", re.sub(_UPRIGHT, r" \2 ", _simplified(text))).strip()
-    text = re.sub(r"^(?:\$\$?|\\[(\[])\s*(.*?)\s*(?:\$\$?|\\[)\]])(?=[.,;]?$)", r"\1", text)
-    if not re.search(r"[+*/^_=<>|\\]", text):  # letters between operators are variables
-        text = re.sub(r"[A-Za-z]{2,}", lambda run: run[0].lower() if is_word(run[0]) else run[0], text)
-    # A space between digits or decimal points, or between a comma and three digits, separates two numbers.
-    text = re.sub(r" (?<![0-9.] (?=[0-9.]))(?<!, (?=[0-9]{3}(?![0-9])))", "", text)
-    text = re.sub(r"([_^])\{(\w)\}|(?<=[0-9A-F])(_)\{([0-9]{2})\}$", r"\1\2\3\4", _END.sub("", text))
-    text = re.sub(r"^\(([0-9A-F]+)\)(?=_[0-9]+$)", r"\1", text)
-    text = re.sub(r'^["“](.*)["”]$', r"\1", text)
-    return re.sub(r"^\(([A-Za-z]+)\)$", r"\1", re.sub(r"^\{([^{]*)\}$", r"\1", text))
-
-
-def labelled(text: str) -> tuple[str, str] | None:
-    r"""Returns the letter and the content of a choice with its label, or None for any other text.
-
-    >>> labelled(r"\textbf{(B) }7"), labelled("C. Paris"), labelled("Option D"), labelled("(A) and (C)"), labelled("(A) + 1")
-    (('B', '7'), ('C', 'Paris'), ('D', ''), None, None)
-    """
-    text = re.sub(rf"^[\s$]*{_UPRIGHT}", r" \2 ", _simplified(text)).strip("$ ")
-    choice = _LABEL.fullmatch(text[1:-1] if text[:1] + text[-1:] == "{}" else text)
-    return None if choice is None or _NO_CONTENT.match(choice[3]) else (choice[1] or choice[2], choice[3])
-
-
-def is_word(text: str) -> bool:
-    """Returns whether a text is a word, not variables. A word of four or more letters holds a vowel and a letter after e."""
-    if len(text) <= 3:
-        return text.lower() in ("no", "yes", "odd", "all", "any", "red", "one", "two", "six", "ten")
-    letters = re.fullmatch("(?i)(?=.*[aeiou])(?=.*[f-z])[a-z,.'()-]+", text)
-    return letters is not None and (text.isupper() or text[1:].islower())
-
-
-@lru_cache(maxsize=4096)
-def _simplified(text: str) -> str:
-    """Replaces alternative notations by a single one, and removes currency signs and spacing commands."""
-    text = _INVISIBLE.sub(" ", numerals.plain(text))
-    text = _ALIGNED.sub(
-        _in_one_line, re.sub(_INFIX, _prefixed, text) if r"\over" in text or r"\choose" in text else text
-    )
-    # In a matrix, a double backslash separates rows. Elsewhere it is a backslash that was escaped twice.
-    text = text.replace("\\\\", "\1" if re.search("matrix|array", text) else "\\")
-    text = re.sub(_MATRIX, lambda match: "⟦(" if match[1] == "begin" else ")⟧", text)
-    if "⟦" in text:
-        text = re.sub(r"\x01\s*(?=\)⟧)", "", text.replace("&", ",")).replace("\1", "),(")
-    text = re.sub(
-        r"\\mathbb\s*(?:([RZNQC])|\{\s*([RZNQC])\s*\})", lambda name: _NUMBERS[name[1] or name[2]], text
-    )
-    text = re.sub(r"\u211d\s*(?:-|\\(?=\s))\s*(?=\\\{)", f"\u211d{WITHOUT}", _ALL_REALS.sub("\u211d", text))
-    text = re.sub(
-        r"\\\{\s*\\\}", r"\\emptyset", re.sub(_BASE, lambda match: f"_{{{_BASES[match[1]]}}}", text)
-    )
-    text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "°", text)
-    text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
-    text = numerals.in_digits(numerals.joined_thousands(text))
-    text = re.sub(r"\\([A-Za-z]+)", lambda match: _COMMANDS.get(match[1], match[0]), text)
-    text = re.sub(r"\.{3,}", "…", re.sub(r"\s!=", "≠", re.sub(_PERCENT, "%", text)))
-    if text.count("$") == 1:
-        text = _ONE_DOLLAR.sub(r" \1", text)  # a currency sign
-    return re.sub(r"(?:\\[,;:! ]|~|\s)+", " ", text)
-
-
-def _prefixed(match: re.Match[str]) -> str:
-    r"""Writes {a \over b} and {a \choose b} as commands with two arguments."""
-    return rf"\{'frac' if match[2] == 'over' else 'binom'}{{{match[1]}}}{{{match[3]}}}"
-
-
-def _in_one_line(match: re.Match[str]) -> str:
-    """Joins the rows of an alignment. A row that begins with a sign such as = continues the row before it; other rows are items of a list."""
-    name, rows = match[1], match[2]
-    if name == "cases" and "&" in rows:  # a function with conditions
-        return match[0]
-    rows = re.sub(r"\s*\\\\(?:\[[^\]]*\])?\s*", "\1", rows.replace("&", " ")).strip("\1 \n,")
-    return re.sub(rf",?\x01\s*({_NEXT_SIDE})|,?\x01", lambda row: f" {row[1]}" if row[1] else ", ", rows)
 
 
 @lru_cache(maxsize=4096)
@@ -233,7 +111,7 @@ def read(text: str) -> ReadAnswer | None:
     if re.search("[\0-\5§]", text):  # this module uses these characters as placeholders
         return None
     try:
-        core, percent = _core(_simplified(text))
+        core, percent = _core(simplified(text))
         reader = _FormulaParser(core)
         value = reader.statement()
         return ReadAnswer(value, percent, reader.decimals, reader.undone)
@@ -246,7 +124,7 @@ def _core(text: str) -> tuple[str, bool]:
     text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text)
     text = _CONJUNCTION.sub(lambda match: "\2" if match[1] == "or" else ",", text)
     text = re.sub(_FIGURE, lambda match: f"§_{{{''.join(filter(None, match.groups()))}}}", text)
-    text = re.sub(_UPRIGHT, _upright, text)
+    text = re.sub(UPRIGHT, _upright, text)
     parts = re.split(r"\$\$?|\\[()\[\]]", re.sub(_SET, r"\2", text))
     _require(len(parts) % 2, "a formula that is not closed")
     # Letters between math delimiters, and in a text without delimiters and sentences, may be variables.
@@ -256,7 +134,7 @@ def _core(text: str) -> tuple[str, bool]:
     text = re.sub(rf"\(\s*{UNIT}\s*\)", UNIT, text)
     text = re.sub(rf"(?<!\S)[A-Za-z]\s+(?={COPULA})", " ", text)  # a name, as in "the value of x is 5"
     pieces = [re.sub(r'^\s*(["`])(.*)\1\s*$', r"\2", piece) for piece in _PLACEHOLDERS.split(text)]
-    pieces = [_END.sub("", piece.lstrip(" ,;:")) for piece in pieces]
+    pieces = [END.sub("", piece.lstrip(" ,;:")) for piece in pieces]
     where = [index for index in range(0, len(pieces), 2) if pieces[index]]
     _require(len(where) == 1, "no mathematics, or several pieces")
     core, before, after = pieces[where[0]], pieces[: where[0]], pieces[where[0] + 1 :]
@@ -264,7 +142,9 @@ def _core(text: str) -> tuple[str, bool]:
     _require(not (core.endswith("%") and UNIT in "".join(after)), "a unit after a percentage")
     _require(not (before and re.match(r"[-+*/^_!|] |[+*/^_!]", core)), "a word is a part of the formula")
     core = (core.lstrip("= ") if before else core).removeprefix("≈")
-    return re.sub(r"\s*%$", "", core), core.endswith("%")
+    items = 1 + len(re.findall(r"[;\2]|,(?![0-9]{3}(?![0-9]))", core))
+    closer = r"(?:[)\]]|\\\})" if re.match(r"[(\[]|\\\{", core) else ""
+    return re.sub(rf"\s*%(?=\s*(?:[,;\2]|{closer}$))", "", core), core.count("%") == items
 
 
 def _upright(match: re.Match[str]) -> str:
@@ -293,7 +173,7 @@ def _letters(match: re.Match[str], *, prose: bool) -> str:
         return UNIT  # "sec" at the end of the text means seconds; elsewhere, it is the secant function
     if letters in _FUNCTIONS or letters == "sqrt":
         return rf"\{letters}"
-    if letters in ("pi", "infinity", "infty"):
+    if letters in ("pi", "infinity", "infty", "inf", "oo"):
         return "π" if letters == "pi" else "∞"
     kind = placeholder(letters)
     joined = re.match(r"[0-9)}_^]", before) or re.match(r"[(\[{_^0-9]|\s*=", after)
@@ -362,7 +242,8 @@ class _FormulaParser:
         undone, sides, signs, numbers, sign = self.undone, [], [], [], None
         while not sides or sign:
             self.undone = False
-            sides.append(self._union())
+            parts = self._separated(self._union, ":")
+            sides.append(parts[0] if len(parts) == 1 else Several(":", tuple(parts), ""))
             if not isinstance(sides[-1], sympy.Expr) or sides[-1].is_number:
                 numbers.append(self.undone)
             if sign := self._take(r"<=|>=|[=<>≤≥≠≈∈]"):
@@ -395,6 +276,8 @@ class _FormulaParser:
             term = self._product()
             numbers += isinstance(term, sympy.Rational)
             self.undone |= numbers > 1
+            if total is None and getattr(term, "opened", "") == "⟦":
+                term, sign = scaled(term, sign), 1
             total = term if total is None and sign == 1 else _number(total or 0) + sign * _number(term)
         return total
 
@@ -413,7 +296,7 @@ class _FormulaParser:
             tens = self._sees(rf"\*\s*{_POWER_OF_TEN}")
             sign = self._take(r"\*(?!\*)|/")
             if not (sign or self._sees(_FACTOR) or (not self.bars and self._sees(r"\|"))):
-                return product
+                return scaled(self._base(), _number(product)) if self._sees("⟦") else product
             _require(sign or not self.divided, "1/2x is ambiguous")
             factor = _number((self._sign() if sign else 1) * _number(self._factor()))
             self.divided = sign is not None and sign[0].strip() == "/"
@@ -428,8 +311,7 @@ class _FormulaParser:
         value = self._base()
         if self._take("!"):
             value = _number(value)
-            evaluated = value.is_Symbol or (value.is_Integer and 0 <= value <= 1000)
-            _require(evaluated and not self._sees("!"), "a factorial that is not evaluated")
+            _require(_is_count(value) and not self._sees("!"), "a factorial that is not evaluated")
             value = sympy.factorial(value)
         if self._take(r"\^|\*\*"):
             value = _power(_number(value), _number(self._exponent()))
@@ -455,7 +337,7 @@ class _FormulaParser:
             return over / under
         if self._take(r"\\binom(?![A-Za-z])"):
             above, below = self._argument(), self._argument()
-            _require(all(x.is_Integer and 0 <= x <= 1000 for x in (above, below)), "a binomial left to do")
+            _require(_is_count(above) and _is_count(below), "a binomial left to do")
             return sympy.binomial(above, below)
         if self._take(r"\\sqrt(?![A-Za-z])|√"):
             root = _number(self._sum()) if (opened := self._take(r"\[")) else sympy.Integer(2)
@@ -478,7 +360,9 @@ class _FormulaParser:
             value = {"floor": sympy.floor, "ceil": sympy.ceiling}[opened[1]](_number(self._sum()))
             _require(self._take(rf"\\r{opened[1]}(?![a-z])"), "a bracket that is not closed")
             return value
-        if opened := self._take(r"\(|\[|⟦|\\\{|\{|\\langle"):
+        if self._take(r"\\emptyset(?![A-Za-z])"):
+            return Several(r"\{", (), r"\}")
+        if opened := self._take(r"\(|\[|\]|⟦|\\\{|\{|\\langle"):
             return self._bracket(opened[0].strip())
         return self._mixed()
 
@@ -488,13 +372,23 @@ class _FormulaParser:
         items = self._separated(self._item if opened == r"\{" else self._relation, "[,;\2]")
         self.depth -= 1
         self.bars, self.divided = bars, divided
-        closers = {"{": r"\}", "⟦": "⟧", r"\{": r"\\\}", r"\langle": r"\\rangle"}
+        closers = {"{": r"\}", "⟦": "⟧", r"\{": r"\\\}", r"\langle": r"\\rangle", "[": r"[)\]\[]", "]": r"[\]\[]"}  # fmt: skip
         closed = self._take(closers.get(opened, r"[)\]]"))
         _require(closed, "a bracket that is not closed")
         if opened == "{" and len(items) > 1:
             return Several(r"\{", tuple(items), r"\}")
-        several = Several(opened, tuple(items), closed[0].strip() if closed else "")
-        single = several.opened + several.closed in ("()", "{}") or getattr(items[0], "opened", "") == "⟦"
+        ends = opened, closed[0].strip() if closed else ""
+        _require("".join(ends) not in ("][", "]]", "[[") or len(items) == 2, "not an interval")
+        if all(getattr(item, "opened", "") == "[" for item in items) and ends == (
+            "[",
+            "]",
+        ):  # the rows of a matrix
+            items, ends = [item._replace(opened="(", closed=")") for item in items], ("⟦", "⟧")
+        opened, closed = {"][": "()", "]]": "(]", "[[": "[)", r"\langle\rangle": "()"}.get(
+            "".join(ends), ends
+        )
+        several = Several(opened, tuple(items), closed)
+        single = opened + closed in ("()", "{}") or getattr(items[0], "opened", "") == "⟦"
         return items[0] if single and len(items) == 1 else several
 
     def _function(self, name: str) -> Any:
@@ -521,9 +415,12 @@ class _FormulaParser:
             return sympy.Symbol(f"{name}_{(index[1] or index[2] or '').replace(' ', '')}", real=True)
         if name in "ei" and len(name) == 1:
             return sympy.E if name == "e" else sympy.I
-        if name not in "fgh" and (call := self._take(_CALL)):
+        function = name in "fgh"
+        if mark := self._take(rf"{_DERIVATIVE}(?=\s*[(=])|{_INVERSE if function else _OF_MATRIX}"):
+            name += re.sub(r"[\s^{}]", "", mark[0].replace(r"\prime", "'"))
+        if not function and (call := self._take(_CALL)):
             return sympy.Symbol(f"{name}({call[1]})", real=True)
-        if name in "fgh" and self._take(r"\("):  # equal arguments give equal values
+        if function and self._take(r"\("):  # equal arguments give equal values
             return sympy.Symbol(f"{name}({_number(self._bracket('('))})", real=True)
         return sympy.Symbol(name, real=True)
 
@@ -557,7 +454,7 @@ class _FormulaParser:
 
 def is_name(side: Any) -> bool:
     """Returns whether a side of an equation is a name for the other side: one symbol, one call such as f(2), or a tuple of symbols."""
-    sides = side.items if isinstance(side, Several) and side.opened == "(" else (side,)
+    sides = side.items if isinstance(side, Several) and side.opened in ("(", ":") else (side,)
     return all(isinstance(symbol, sympy.Symbol) for symbol in sides)
 
 
@@ -570,6 +467,25 @@ def _number(value: Any) -> Any:
     _require(isinstance(value, sympy.Expr | int), "arithmetic with lists or relations")
     _require(isinstance(value, int) or not value.has(sympy.nan, sympy.zoo), "an undefined value")
     return value
+
+
+def _is_count(value: Any) -> bool:
+    """Returns whether the value may have a factorial: a small integer, or an expression such as 2n - 1, which grows slowly."""
+    most = max(map(abs, value.atoms(sympy.Number)), default=0)
+    if value.free_symbols:
+        return bool(most <= 100) and not value.atoms(sympy.Pow, sympy.Function)
+    return bool(value.is_Integer and 0 <= value <= 1000)
+
+
+def scaled(value: Any, factor: Any) -> Any:
+    """Multiplies a value, each item of several values, or the value of a name, as in x = 5, by a factor. Returns other relations unchanged."""
+    if isinstance(value, Several):
+        return value._replace(items=tuple(scaled(item, factor) for item in value.items))
+    if not isinstance(value, Relation):
+        return _number(value) * factor
+    name, *number = value.sides
+    named = value.signs == ("=",) and is_name(name)
+    return value._replace(sides=(name, scaled(number[0], factor))) if named else value
 
 
 def _power(base: Any, exponent: Any) -> Any:

@@ -9,7 +9,7 @@ _GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu n
     Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"""
 _SIGNS = {
     "angle": "∠", "triangle": "△", "cap": "∩", "subset": "⊂", "subseteq": "⊆", "land": "∧", "lor": "\u2228", "neg": "¬", "to": "→",
-    "emptyset": "∅", "lfloor": "⌊", "rfloor": "⌋", "lceil": "⌈", "rceil": "⌉",
+    "emptyset": "∅", "lfloor": "⌊", "rfloor": "⌋", "lceil": "⌈", "rceil": "⌉", "equiv": "≡",
 }  # fmt: skip
 _PLAIN = str.maketrans({
     # Full-width ASCII is in the first line, hyphens, dashes and minus signs are in the second, spaces and invisible characters in the third.
@@ -21,7 +21,7 @@ _PLAIN = str.maketrans({
     **dict.fromkeys("\u00ba\u02da", "°"), "℃": "°C", "℉": "°F",
     **{sign: f"\\{name} " for name, sign in _SIGNS.items()},
     **{sign: f"\\{name} " for sign, name in zip("αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ", _GREEK.split(), strict=True)},
-    **{sign: "\\frac{{{}}}{{{}}}".format(*Fraction(numeric(sign)).limit_denominator(8).as_integer_ratio()) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
+    **{sign: "\\frac{{{}}}{{{}}}".format(*Fraction(numeric(sign)).limit_denominator(10).as_integer_ratio()) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"},
 })  # fmt: skip
 _RAISED, _LOWERED = "⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿⁱ", "₊₋₀₁₂₃₄₅₆₇₈₉ₙᵢ"
 _SHIFTED = re.compile(f"([{_RAISED}]+)|[{_LOWERED}]+")
@@ -96,6 +96,14 @@ def differ_in_unit(*texts: str) -> bool:
     """Returns whether two texts name different units of one kind, such as cm and m, or $ and cents. A text may also name no unit."""
     first, second = map(_units, texts)
     return any(first[kind] != second[kind] for kind in first.keys() & second.keys())
+
+
+def upright_unit(text: str, other: str) -> str:
+    """Writes a unit after the number at the end of a text in upright type: m/s, or a letter for the unit that the other text names."""
+    unit = re.search(r"(?<=[0-9}$])\s*(?:(m/s)(\s*\^\s*\{?2\}?)?|([mgshL]))[\s.]*$", text)
+    if unit is None or not (unit[1] or _units(text) == _units(other)):
+        return text
+    return rf"{text[: unit.start()]}\text{{ {unit[1] or unit[3]}}}{unit[2] or ''}"
 
 
 def _units(text: str) -> dict[int, str]:

@@ -69,6 +69,11 @@ grade = GRADERS["gsm8k"]
         ("7, so \\boxed{", "7", None, False),
         ("<answer>7</answer>", "7", "7", True),
         ("<answer>\n7\n</answer> in 2 steps", "7", "7", True),
+        ('{"answer": "$1,200", "steps": 3}', "1200", "1200", True),
+        ('{"answer": 42, "steps": 3}', "3", "42", False),
+        ('{"answer": [3, 4]}', "4", "3, 4", False),
+        ('{"answer": 1}\n#### 2', "2", "2", True),
+        ('{"answer": 12', "12", None, False),  # cut off
         ("#### \u0667", "7", "7", True),  # a digit of another script
         ("#### $1.5 million", "1500000", "1.5e6", True),
         ("#### 2 hundred", "2", "2e2", False),
