@@ -196,10 +196,8 @@ def test_separate_layers_give_the_same_bits_as_a_stack(remat):
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-# Slow: other policies of the same loop over layers. "none" stays.
-@pytest.mark.parametrize(
-    "remat", [pytest.param(name, marks=[] if name == "none" else pytest.mark.slow) for name in REMAT_POLICIES]
-)
+@pytest.mark.slow  # two large programs; a test below has their gradients
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
 def test_separate_layers_add_no_products_and_no_stack_of_weights_to_the_update(remat):
     """The program has one loop over layers, in which the weights of one layer are chosen."""
 

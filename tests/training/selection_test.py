@@ -175,6 +175,7 @@ def test_an_objective_that_requires_the_selection_gets_all_tokens_with_their_wei
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max() + 1e-12)
 
 
+@pytest.mark.slow  # lowers two programs for each selection
 def test_without_a_selection_the_programs_have_no_array_of_it():
     """The array of selected tokens is one more argument of the update, and the entropy is a result of scoring only if it is required."""
     state = jax.eval_shape(fresh)
