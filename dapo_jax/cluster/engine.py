@@ -104,7 +104,8 @@ class Actor:
         with self._lock:
             if self._last_lines is None:
                 self._last_lines = ""
-                with suppress(ray.exceptions.RayError, KeyError, ValueError):
+                # Ray raises SystemExit in its calls while the connection is closed.
+                with suppress(ray.exceptions.RayError, KeyError, ValueError, SystemExit):
                     read = _made(self.facts["node"], {}).call.remote("last_lines", self.facts["output"])
                     self._last_lines = f". The end of its output: {ray.get(read, timeout=_READ_S)}"
         reason = " ".join(str(error).split()).partition(" Some common causes include")[0]

@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -147,6 +148,17 @@ def processes_of_ray():
 
 
 # Slow: starts a cluster of two nodes, and waits twice 6 s for an actor that cannot start.
+def test_a_death_is_reported_also_while_the_connection_is_closed(monkeypatch):
+    """Ray's calls raise SystemExit then. A call without an answer would wait forever."""
+    pytest.importorskip("ray", reason="needs the extra `cluster`")
+    actor, answer = module.Actor(None, "Counter on 10.0.0.2"), Future()
+    actor.facts = {"node": "n1", "output": "/no/such/file"}
+    monkeypatch.setattr(module, "_made", Mock(side_effect=SystemExit(0)))
+    actor._fail(answer, RuntimeError("The actor is dead because its process ended"))
+    with pytest.raises(DiedError, match=r"Counter on 10.0.0.2 died: its process ended$"):
+        answer.result(0)
+
+
 @pytest.mark.slow
 def test_the_engine_on_two_nodes(two_nodes):
     before = signal.getsignal(signal.SIGTERM)
