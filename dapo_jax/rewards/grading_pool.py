@@ -108,13 +108,12 @@ class GradingPool:
             share = math.ceil(len(self._waiting) / self._workers)
             calls = self._taken(max(1, min(share, worker.together)))
             for place, call in enumerate(calls):
-                if worker.ended is not None:
-                    worker = self._start()
-                    asked.clear()
                 if not asked:
+                    worker = worker if worker.ended is None else self._start()
                     asked.extend(_ask(worker, each) for each in calls[place:])
                 before, worker = worker, self._give_verdicts(worker, call, asked.popleft())
-                if worker is not before:
+                # If this call was lost, it ended its worker. Otherwise the worker died later, and the next call counts its death.
+                if worker is not before or (worker.ended is not None and _is_lost(call)):
                     asked.clear()
         finally:
             self._idle.put(worker if worker.ended is None else self._start())
@@ -199,6 +198,10 @@ def _ask(worker: Worker, call: _Queued) -> Future[dict[str, Any]]:
         answer: Future[dict[str, Any]] = Future()
         answer.set_exception(error)
         return answer
+
+
+def _is_lost(call: _Queued) -> bool:
+    return call.verdicts.exception() is None and any(verdict.lost for verdict in call.verdicts.result())
 
 
 def _lost(call: Sequence[Sample], lost: Lost, reason: str) -> list[Verdict]:

@@ -11,6 +11,7 @@ import pytest
 
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.grading_pool import GradingPool
+from dapo_jax.workers import EndedError, Worker
 from tests.rewards import samples
 
 HOSTILE = Path(__file__).with_name("hostile.py")
@@ -61,6 +62,29 @@ def test_a_worker_continues_or_is_replaced_after_each_kind_of_accident():
     assert [verdict.correct for verdict in verdicts[1::3]] == [True] * len(accidents)
     assert [verdict.correct for verdict in verdicts[2::3]] == [False] * len(accidents)
     assert "exit status 3" in verdicts[6].reason
+
+
+class DiesSoon(Worker):
+    """Gets three calls at once. The first worker dies after its first answer, before the pool has read the answer."""
+
+    together, lives = 3, 0
+
+    def ask(self, call):
+        answer = super().ask(call)
+        if call["samples"][0]["response"] == "35" and not DiesSoon.lives:
+            DiesSoon.lives += 1
+            while not self.answered:
+                time.sleep(0.01)
+            self.end(EndedError("died", "the worker process died (exit status 3)"))
+        return answer
+
+
+def test_a_death_before_the_answer_to_the_call_before_was_read_is_counted(capfd):
+    with pool(worker=DiesSoon) as grading:
+        verdicts = grading.grade(samples("34", "slow", "35"))
+        assert grading._deaths == 1
+    assert [verdict.lost for verdict in verdicts] == [""] * 3
+    assert "response 'slow': the worker process died (exit status 3); retrying" in capfd.readouterr().err
 
 
 def test_a_grader_that_ends_its_process_again_and_again_is_an_error(capfd):
