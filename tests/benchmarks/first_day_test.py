@@ -8,8 +8,12 @@ import time
 
 import pytest
 
-from benchmarks.first_day import PARTS, Day, _learned
+from benchmarks import gpu
+from benchmarks.first_day import PARTS, SIZES, Day, _learned
 from benchmarks.workload import Workload
+from dapo_jax.config import load_config
+from dapo_jax.plan.plan import plan
+from dapo_jax.plan.topologies import parse
 from tests.several import ROOT
 
 
@@ -79,3 +83,29 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     assert {name: part["ended"] for name, part in found.items()} == dict.fromkeys(PARTS, "whole")
     assert [one["value"] for one in found["repeats"]["results"]] == ["equal in every metric"] * 2
     assert sum("tokens_s" in one for one in found["choices"]["results"]) == 10
+
+
+# Slow: compiles a model of 0.6 billion parameters. The programs of small models are compiled in tests/plan.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "needs"), [("h100:1", "jax_cuda12_plugin"), ("v6e-1", "libtpu")], ids=["h100", "v6e"]
+)
+def test_the_programs_for_an_accelerator_compile_and_fit(topology, needs):
+    """Rows of 16,384 tokens: a prompt and its eight responses."""
+    pytest.importorskip(needs, reason="the extra cuda-plan or tpu")
+    sizes = SIZES["accelerator"]
+    prompts, samples, prompt, new = sizes["update"]
+    assert prompt + samples * new == 16_384
+    config = load_config(
+        "quickstart",
+        [
+            f"model.source=preset:{sizes['size']}", f"model.compute_dtype={gpu.DTYPE}", "model.remat=full",
+            f"data.max_prompt_tokens={prompt}", f"sampling.max_response_tokens={new}", "reward.overlong.enabled=false",
+            f"batch.prompts_per_step={prompts}", f"batch.group_size={samples}", f"batch.groups_per_update={prompts}",
+            f"batch.row_tokens={prompt + samples * new}", "batch.rows_per_microbatch=1",
+            f"sampling.slots={sizes['rollout'][0] * sizes['rollout'][1]}",
+        ],
+    )  # fmt: skip
+    made = plan(config, topology=parse(topology))
+    assert made.fits
+    assert {"generate", "update_add_longest", "update_apply"} <= {program.name for program in made.programs}
