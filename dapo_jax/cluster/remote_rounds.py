@@ -206,6 +206,7 @@ class RemoteWorkers:
         for index, part in enumerate(transfer.parts(params)):
             self.watch.note("sending weights")
             stored = self.cluster.put([np.asarray(leaf) for leaf in jax.tree.leaves(part)])
+            del part  # before the next one is made
             for worker in self.all:
                 worker.send("take", version, index, stored)
         rounds = RemoteRounds(self, version, transfer.checksums(params))

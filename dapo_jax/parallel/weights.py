@@ -135,6 +135,7 @@ class WeightTransfer:
                 continue
             layer = local(self._layer[name](params[name], np.int32(index)), self._sampler[name])
             yield jax.block_until_ready(layer) if self._waits else layer
+            del layer  # before the next one is made
         yield local(self._ends(_ends(params)), self._sampler["ends"])
 
     def placed(self, index: int, leaves: Sequence[np.ndarray]) -> nnx.State:
@@ -172,7 +173,9 @@ class WeightTransfer:
             () if name not in self._layer else (params[name][at],) if apart else (params[name], np.int32(at))
             for name, at in self._places
         ]
-        return np.array([program(*part) if part else 0 for part in (*parts, (_ends(params),))], np.uint32)
+        # Each program needs memory for a layer, so they run one after the other.
+        found = [int(program(*part)) if part else 0 for part in (*parts, (_ends(params),))]
+        return np.array(found, np.uint32)
 
     def _layer_program(self, name: str, blocks: nnx.State, index: Int[Array, ""]) -> nnx.State:
         return self._move(name, _layer(blocks, index))
