@@ -1,7 +1,7 @@
 """Prints the tables of this page from the stored data: `python docs/results/gsm8k/table.py`.
 
 `python docs/results/gsm8k/table.py RUNS` first stores the data of new runs. RUNS contains `eval_MODEL_greedy` and `eval_MODEL_sampled`, which `dapo-jax eval --keep`
-wrote, and the run folders `run_MODEL`. `problems.csv` has a row for each test problem: how many responses of each model are correct, and their mean number of tokens.
+wrote, and the run folders `run_MODEL`. `problems.csv` has a row for each test problem: the share of correct responses of each model, and their mean number of tokens.
 `steps.csv` has a row for each training step.
 """
 
@@ -14,8 +14,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 MODELS = ("warm_start", "dapo_0", "dapo_1", "all_groups", "grpo")
-WAYS = {"greedy": 1, "sampled": 4}
-"""Responses to each problem."""
+WAYS = ("greedy", "sampled")
 METRICS = (
     "rollout/accuracy", "rollout/mixed_frac", "rollout/prompts", "rollout/response_tokens", "rollout/truncated_frac", "policy/entropy",
     "sync/logprob_diff_max", "update/grad_norm", "time/step_s",
@@ -39,12 +38,11 @@ def store(runs: Path) -> None:
     """Adds the evaluations and the runs in a folder to the stored files."""
     problems = read("problems.csv") if (HERE / "problems.csv").exists() else {}
     for model in MODELS:
-        for way, samples in WAYS.items():
-            for file in (runs / f"eval_{model}_{way}").rglob("evaluations/*/*.jsonl"):
+        for way in WAYS:
+            for file in (runs / f"eval_{model}_{way}").glob("problems/*.jsonl"):
                 rows = [json.loads(line) for line in file.read_text().splitlines()]
                 rows.sort(key=lambda row: row["ordinal"])
-                assert {row["samples"] for row in rows} == {samples}, file
-                problems[f"{model} {way} correct"] = np.array([row["correct"] for row in rows])
+                problems[f"{model} {way}"] = np.array([row["correct"] / row["samples"] for row in rows])
                 problems[f"{model} {way} tokens"] = np.array([row["response_tokens"] for row in rows])
     write("problems.csv", problems)
     steps = read("steps.csv") if (HERE / "steps.csv").exists() else {"run": [], "step": []}
@@ -59,11 +57,12 @@ def store(runs: Path) -> None:
                 row = {"run": model, "step": line["step"]} | {name: f"{line[name]:.6g}" for name in METRICS}
                 for name, value in row.items():
                     table.setdefault(name, []).append(value)
-    write("steps.csv", table)
+    if table["run"]:
+        write("steps.csv", table)
 
 
 def main() -> None:
-    """Stores new data, and prints the table of models and the table of differences from the warm start."""
+    """Stores new data, and prints the scores of each model and their differences from the warm start."""
     if sys.argv[1:]:
         store(Path(sys.argv[1]))
     problems = read("problems.csv")
@@ -72,13 +71,11 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|")
     for model in MODELS:
-        if f"{model} sampled correct" not in problems:
+        if f"{model} sampled" not in problems:
             continue
         cells, changes, tokens = [], [], []
-        for way, samples in WAYS.items():
-            scores, base = (
-                problems[f"{name} {way} correct"].astype(float) / samples for name in (model, "warm_start")
-            )
+        for way in WAYS:
+            scores, base = (problems[f"{name} {way}"].astype(float) for name in (model, "warm_start"))
             cells.append(interval(scores))
             changes.append(interval(scores - base))
             tokens.append(f"{problems[f'{model} {way} tokens'].astype(float).mean():.0f}")
