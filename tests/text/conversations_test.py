@@ -154,7 +154,7 @@ THINKING = CHATML.replace("{{ message.content }}", "{{ message.content.split('</
 
 
 def marked(*tokens, special=False):
-    """The byte-level tokenizer with further added tokens, of which the first has id 320."""
+    """The byte-level tokenizer with further added tokens. The first one has id 320."""
     made = Tokenizer.from_str(byte_level_json())
     made.add_tokens([AddedToken(token, normalized=False, special=special) for token in tokens])
     return made.to_str()
