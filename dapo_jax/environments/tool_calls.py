@@ -26,10 +26,10 @@ _ENDS = {
 }  # fmt: skip
 """The marks before and after calls. Without a mark after them, calls end with the text."""
 _MARKED = rf"(?!<tool_call>\s*<function=|<tool_calls>\s*<tool_call>)(?:{'|'.join(map(re.escape, _ENDS))})"
-_HEADER = r"(?:<\|channel\|>\w++)?\s*+(?:<\|constrain\|>)?\w*+<\|message\|>"
+_HEADER = r"(?:<\|channel\|>\w++)?\s*+(?:<\|constrain\|>)?\w*+\s*+<\|message\|>"
 """Matches the text between a name and its arguments in gpt-oss."""
 _UNMARKED = (
-    rf'\Afunctools(?=\[)|(?s:\A(?=\{{.*"name")(?=.*"parameters"))|\bto=functions\.(?=[\w.-]++{_HEADER})'
+    rf'\Afunctools(?=\[)|(?s:\A(?=\{{.*"name")(?=.*"(?:parameters|arguments)"))|\bto=functions\.(?=[\w.-]++{_HEADER})'
 )
 _QUOTES = {"<start_function_call>": "<escape>", "<|tool_call>": '<|"|>'}
 """The mark before and after a text in the calls of FunctionGemma and Gemma 4."""
@@ -40,7 +40,7 @@ _NAME = re.compile(
 """Matches the name before an object with arguments, if there is one, and the characters around the name."""
 _NAME_AND_TAGS = re.compile(r"\s*+([A-Za-z_][\w.-]*+)\s*+(?:(<arg_key>)|</tool_call>)")
 _WRAPPER = re.compile(
-    r"\s*(?:<(?:seed:)?tool_calls?>|<｜tool▁calls▁begin｜>|<\|start\|>assistant(?:<\|channel\|>commentary)?)?\s*\Z"
+    r"(?:<(?:seed:)?tool_calls?>|<｜tool▁calls▁begin｜>|(?:<\|end\|>)?(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?)\Z"
 )
 """Matches a mark that begins the calls, before the mark of the first call."""
 _ERRORS = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
@@ -72,7 +72,7 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolC
     [ToolCall(name='add', arguments={'a': 1})]
     """
     answer, at = without_thoughts(text).strip(), 0
-    known = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     marks, calls = _marks(known), list[ToolCall | BrokenCall]()
     while len(calls) <= MOST_CALLS and (mark := marks.search(answer, at)):
         at, ends = max(mark.end(), 1), _ENDS.get(mark[0], "")
@@ -93,7 +93,7 @@ def text_before_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> str
     """Returns the text of a turn before its first call, without thoughts. For the arguments, see `tool_calls`."""
     answer = without_thoughts(text).strip()
     mark = _marks([tool["function"]["name"] for tool in tools]).search(answer)
-    return _WRAPPER.sub("", answer[: mark.start()]) if mark else answer
+    return _WRAPPER.sub("", answer[: mark.start()].rstrip()).rstrip() if mark else answer
 
 
 def _marks(known: Iterable[str]) -> re.Pattern[str]:

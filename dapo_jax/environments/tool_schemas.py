@@ -72,12 +72,14 @@ def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -
         return "an argument is nested too deeply"
 
 
-def misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
+def misfit(value: Any, schema: Mapping[str, Any] | bool, where: str) -> str:
     """Validates a JSON value against a schema. Returns the first error, which begins with `where`, or an empty string."""
+    if isinstance(schema, bool):  # True accepts every value, and False accepts no value
+        return "" if schema else f"{where} is unknown"
     if value is None and schema.get("nullable"):
         return ""
-    if "anyOf" in schema:
-        misfits = [misfit(value, choice, where) for choice in schema["anyOf"]]
+    if choices := schema.get("anyOf") or schema.get("oneOf"):
+        misfits = [misfit(value, choice, where) for choice in choices]
         return "" if "" in misfits else misfits[0]
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
@@ -93,7 +95,8 @@ def misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
             return f"{where} must have {len(items)} items; got {len(value)}"
         inside = list(zip(range(len(value)), value, items, strict=True))
     elif isinstance(value, dict):
-        inside = [(name, item, schema.get("additionalProperties", {})) for name, item in value.items()]
+        named, others = schema.get("properties", {}), schema.get("additionalProperties", {})
+        inside = [(name, item, named.get(name, others)) for name, item in value.items()]
     misfits = (misfit(item, of_item, f"{where}[{key!r:.40}]") for key, item, of_item in inside)
     return next(filter(None, misfits), "")
 

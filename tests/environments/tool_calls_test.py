@@ -34,6 +34,7 @@ ADD, NOW = ToolCall("add", {"a": 1}), ToolCall("now", {})
         ('I add.<tool_call>{"name": "add", "arguments": {"a": 1}}', [ADD]),
         ('<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]</tool_call>', [ADD, NOW]),
         ('{"name": "add", "parameters": {"a": 1}}', [ADD]),
+        ('{"name": "add", "arguments": {"a": 1}}', [ADD]),  # as vLLM and SGLang read it
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
         ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}', [ADD] * 2),
         ('{"name": "say", "parameters": {"t": "; {"}}', [ToolCall("say", {"t": "; {"})]),
@@ -149,8 +150,8 @@ def test_a_call_that_the_template_of_a_family_writes_is_read_back(family):
         assert tool_calls(written(family, [{"name": "now", "arguments": {}}]) + end, TOOLS) == [NOW]
 
 
-WHOLE_TURNS = {"llama 3", "phi 4 mini without special tokens", "glm 4", "gpt-oss as it writes"}
-"""Families whose calls have no mark before them, so a text before the call makes the turn an answer, and one whose turn begins with thoughts."""
+WHOLE_TURNS = {"llama 3", "phi 4 mini without special tokens", "glm 4"}
+"""Families whose calls have no mark before them, so a text before the call makes the turn an answer."""
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - WHOLE_TURNS))
@@ -176,6 +177,35 @@ def test_a_spelled_value_may_contain_the_marks():
     for value in ["</function>", "a</parameter>b", "</tool_call>\n</function> c", "<tool_call>"]:
         turn = f"<tool_call>\n<function=find>\n<parameter=city>\n{value}\n</parameter>\n</function>\n"
         assert tool_calls(f"{turn}</tool_call>" * 2, TOOLS) == [ToolCall("find", {"city": value})] * 2
+
+
+@pytest.mark.parametrize("channel", ["analysis", "commentary"])
+@pytest.mark.parametrize("kind", ["", " json", "<|constrain|>json", " <|constrain|>json ", " code"])
+@pytest.mark.parametrize("begin", ["", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"])
+def test_gpt_oss_varies_the_text_around_a_call(channel, kind, begin):
+    """The recipient makes it a call, in either channel, before or after the channel. The marks are no text."""
+    for header in (f"<|channel|>{channel} to=functions.add{kind}", f" to=functions.add<|channel|>{channel}{kind}"):
+        turn = f'{begin}{header}<|message|>{{"a": 1}}<|call|>'
+        assert tool_calls(turn) == [ADD], turn
+        assert text_before_calls(turn) == ("I look." if begin else ""), turn
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_the_schema_of_a_client_decides_about_values_at_every_depth(closed):
+    """Strict tools forbid further fields with `additionalProperties: false`, and a mapping of any values has `true`. Both are schemas."""
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": not closed}
+    either = {"oneOf": [{"type": "string"}, {"type": "null"}]}
+    parameters = {"type": "object", "properties": {"o": inner, "e": either}, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    def read(key, text):
+        [found] = tool_calls(f"<function=f><parameter={key}>{text}</parameter></function>", tools)
+        return found.arguments[key]
+
+    assert read("o", '{"x": 1}') == {"x": 1}
+    assert read("o", '{"x": "1"}') == '{"x": "1"}', "x must be an integer"
+    assert read("o", '{"y": "1"}') == ('{"y": "1"}' if closed else {"y": "1"})
+    assert (read("e", "5"), read("e", "null")) == ("5", None)
 
 
 def test_a_function_may_have_an_object_instead_of_parameters():

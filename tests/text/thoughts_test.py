@@ -36,6 +36,8 @@ CALL = '<tool_call>{"name": "say", "arguments": {"t": "</tool_call> </think> \\"
         ("<|channel|>analysis<|message|>a", ""),
         ("<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "a b"),
         ("<|channel|>final<|message|>b", "b"),
+        ("<|channel|>final <|constrain|>json<|message|>b", "b"),
+        ("<|channel|>analysis code<|message|>a<|end|>b", "b"),
         ("the <|end|>", "the <|end|>"),
         ("[think] is a stage direction", "[think] is a stage direction"),
         (CALL, CALL),  # a mark in a call's arguments
