@@ -28,9 +28,7 @@ _ENDS = {
 _MARKED = rf"(?!<tool_call>\s*<function=|<tool_calls>\s*<tool_call>)(?:{'|'.join(map(re.escape, _ENDS))})"
 _HEADER = r"(?:<\|channel\|>\w++)?\s*+(?:<\|constrain\|>)?\w*+\s*+<\|message\|>"
 """Matches the text between a name and its arguments in gpt-oss."""
-_UNMARKED = (
-    rf'\Afunctools(?=\[)|(?s:\A(?=\{{.*"name")(?=.*"(?:parameters|arguments)"))|\bto=functions\.(?=[\w.-]++{_HEADER})'
-)
+_UNMARKED = rf'\Afunctools(?=\[)|(?s:\A(?=\{{.*"name")(?=.*"(?:parameters|arguments)"))|\bto=functions\.(?=[\w.-]++{_HEADER})'
 _QUOTES = {"<start_function_call>": "<escape>", "<|tool_call>": '<|"|>'}
 """The mark before and after a text in the calls of FunctionGemma and Gemma 4."""
 _NAME = re.compile(

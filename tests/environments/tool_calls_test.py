@@ -184,7 +184,10 @@ def test_a_spelled_value_may_contain_the_marks():
 @pytest.mark.parametrize("begin", ["", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"])
 def test_gpt_oss_varies_the_text_around_a_call(channel, kind, begin):
     """The recipient makes it a call, in either channel, before or after the channel. The marks are no text."""
-    for header in (f"<|channel|>{channel} to=functions.add{kind}", f" to=functions.add<|channel|>{channel}{kind}"):
+    for header in (
+        f"<|channel|>{channel} to=functions.add{kind}",
+        f" to=functions.add<|channel|>{channel}{kind}",
+    ):
         turn = f'{begin}{header}<|message|>{{"a": 1}}<|call|>'
         assert tool_calls(turn) == [ADD], turn
         assert text_before_calls(turn) == ("I look." if begin else ""), turn
