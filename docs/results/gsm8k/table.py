@@ -1,16 +1,22 @@
-"""Prints the tables of this page from the stored data: `python docs/results/gsm8k/table.py`.
+"""Prints the tables of this page and draws its curves from the stored data: `python docs/results/gsm8k/table.py` (needs matplotlib).
 
 `python docs/results/gsm8k/table.py RUNS` first stores the data of new runs. RUNS contains `eval_MODEL_greedy` and `eval_MODEL_sampled`, which `dapo-jax eval --keep`
 wrote, and the run folders `run_MODEL`. `problems.csv` has a row for each test problem: the share of correct responses of each model, and their mean number of tokens.
-`steps.csv` has a row for each training step.
+`steps.csv` has a row for each training step. `responses.md` has the greedy responses of the warm start and of DAPO (seed 0) to the first 20 test problems.
 """
 
 import csv
 import json
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
 
 HERE = Path(__file__).parent
 MODELS = ("warm_start", "dapo_0", "dapo_1", "all_groups", "grpo")
@@ -54,15 +60,62 @@ def store(runs: Path) -> None:
     for model in set(MODELS) - set(kept):
         for line in map(json.loads, (runs / f"run_{model}" / "metrics.jsonl").read_text().splitlines()):
             if "rollout/prompts" in line:
-                row = {"run": model, "step": line["step"]} | {name: f"{line[name]:.6g}" for name in METRICS}
+                row = {"run": model, "step": line["step"]}
+                row |= {name: f"{line[name]:.6g}" if name in line else "" for name in METRICS}
                 for name, value in row.items():
                     table.setdefault(name, []).append(value)
     if table["run"]:
         write("steps.csv", table)
+    answered = [sorted(runs.glob(f"eval_{model}_greedy/gsm8k/*.jsonl")) for model in MODELS[:2]]
+    if all(answered):
+        before, after = (
+            [json.loads(line) for line in files[-1].read_text().splitlines()] for files in answered
+        )
+        (HERE / "responses.md").write_text("\n\n".join(pages(before, after)) + "\n")
+
+
+def pages(before: list[dict], after: list[dict]) -> Iterator[str]:
+    """Yields a title, and for each of the first 20 problems its text and the two responses."""
+    yield "# Greedy responses to the first 20 test problems"
+    for number in range(20):
+        rows = [next(row for row in model if row["ordinal"] == number) for model in (before, after)]
+        yield f"## Problem {number + 1}"
+        yield block(f"{rows[0]['row']['question']}\n\nAnswer: {rows[0]['answer']}")
+        for name, row in zip(("Warm start", "DAPO"), rows, strict=True):
+            yield f"{name}, {'correct' if row['correct'] else 'wrong'}:\n\n{block(row['response'])}"
+
+
+def block(text: str) -> str:
+    """Returns the text as a block of code, with lines of at most 100 characters."""
+    lines = (part for line in text.splitlines() for part in textwrap.wrap(line, 100) or [""])
+    return "\n".join(f"    {line}".rstrip() for line in lines)
+
+
+CURVES = {
+    "rollout/accuracy": "accuracy of the sampled responses", "rollout/truncated_frac": "share of responses that are cut off",
+    "rollout/response_tokens": "response length, tokens", "policy/entropy": "entropy, nats a token",
+}  # fmt: skip
+
+
+def draw(steps: dict[str, np.ndarray]) -> None:
+    """Draws the means over five steps of each run. A step that trains on carried groups has no rollouts."""
+    figure, axes = plt.subplots(2, 2, figsize=(9, 5.5), sharex=True, layout="constrained")
+    for axis, (metric, title) in zip(axes.flat, CURVES.items(), strict=True):
+        for run in dict.fromkeys(steps["run"]):
+            rows = (steps["run"] == run) & (steps[metric] != "")
+            means = np.convolve(steps[metric][rows].astype(float), np.full(5, 0.2), "valid")
+            axis.plot(steps["step"][rows].astype(int)[2:-2], means, label=run)
+        axis.set_title(title, fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(fontsize=8)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    figure.savefig(HERE / "curves.png", dpi=110)
 
 
 def main() -> None:
-    """Stores new data, and prints the scores of each model and their differences from the warm start."""
+    """Stores new data, prints the scores of each model and their differences from the warm start, and draws the curves."""
     if sys.argv[1:]:
         store(Path(sys.argv[1]))
     problems = read("problems.csv")
@@ -80,6 +133,8 @@ def main() -> None:
             changes.append(interval(scores - base))
             tokens.append(f"{problems[f'{model} {way} tokens'].astype(float).mean():.0f}")
         print(f"| {model} | {' | '.join(cells + changes)} | {', '.join(tokens)} |")
+    if (HERE / "steps.csv").exists():
+        draw(read("steps.csv"))
 
 
 def interval(values: np.ndarray) -> str:
