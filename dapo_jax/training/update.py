@@ -544,10 +544,13 @@ class Updater:
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         one = jnp.ones((), jnp.float32)
         stored = _decoder(self.model(state.params)).ends.compute_dtype
-        return kept, {
+        applied = {
             **change_metrics(state.params, kept.params, changes, learning_rate, stored=stored),
-            "update/loss": Mean(jnp.where(finite, loss, 0.0), finite.astype(jnp.float32)),
-            "update/grad_norm": Mean(jnp.where(finite, norm, 0.0), finite.astype(jnp.float32)),
+            "update/loss": Mean(loss, one),
+            "update/grad_norm": Mean(norm, one),
+        }  # a skipped update does not count in these means
+        return kept, {
+            **jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), applied),
             "update/skipped_frac": Mean(1.0 - finite.astype(jnp.float32), one),
             "nonfinite/gradient": Max((~jnp.isfinite(jnp.stack(squares))).astype(jnp.float32)),
         }

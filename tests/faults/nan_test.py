@@ -91,6 +91,9 @@ def test_an_array_that_is_not_finite_is_named_and_the_run_continues(micro, run_m
     lines = steps_of(config)
     assert [line["update/skipped_frac"] for line in lines] == [0.5, 0.5, 0.5, 0.0]
     assert [line["update/skipped_in_a_row"] for line in lines] == [1, 1, 1, 0]
+    # The first update of each step was applied, and its changes are the means of the step.
+    of_updates = [name for name in lines[3] if name.startswith("update/")]
+    assert not [name for name in of_updates for line in lines if line.get(name) is None]
     flags = ("advantages", "sampler_logprobs", "trainer_logprobs")
     found = [[line[f"nonfinite/{name}"] for name in flags] for line in lines]
     assert found == [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]

@@ -446,9 +446,14 @@ def test_an_update_that_is_not_finite_changes_not_a_bit(what):
     for a, b in zip(on_host(state), before, strict=True):
         np.testing.assert_array_equal(a, b)
     assert scalars["update/skipped_frac"] == 1.0
-    assert math.isnan(scalars["update/loss"])  # nothing finite was counted
+    changes = [name for name in scalars if name.startswith("update/step_rms/")]
+    for name in ("update/loss", "update/grad_norm", *changes):
+        assert math.isnan(scalars[name])  # no applied update was counted
+    assert not [name for name in scalars if name.startswith("update/ratio/")]
     _, scalars = step(updater, state, packed(), learning_rate=0.1)
     assert scalars["update/skipped_frac"] == 0.0
+    assert changes
+    assert min(scalars[name] for name in changes) > 0.0
 
 
 def numpy_adamw(params, gradients, rates, *, clip, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=0.1):
