@@ -95,7 +95,7 @@ def add_to(commands: Commands) -> None:
 def evaluate(arguments: argparse.Namespace) -> int:
     """Measure avg@k, pass@k, cons@k and the reward on held-out prompts."""
     from dapo_jax.commands import evaluate
-    from dapo_jax.evaluation import lost_verdicts, table
+    from dapo_jax.evaluation import table
 
     values = {name: value for name, value in vars(arguments).items() if value is not None}
     overrides = [f"{key}={values[name]}" for name, key in SHORT.items() if name in values]
@@ -106,9 +106,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
     evaluation = evaluate(arguments.model, arguments.config, overrides=overrides, keep=arguments.keep)
     print(table(evaluation.scores, metric=evaluation.metric), end="")
     print("".join(f"{printable(note)}\n" for note in evaluation.notes), end="")
-    for name, groups in evaluation.groups.items():
-        if lost := lost_verdicts(groups):
-            print(f"{name}: {printable(lost)}")
     return 0
 
 

@@ -108,7 +108,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
 def _converted(
     source: AnyPath, folder: AnyPath, dtype: str, *, is_gguf: bool
 ) -> tuple[DecoderConfig, int, int]:
-    """Converts a GGUF file or a model folder tensor by tensor. Of a folder's config.json, only the dtype changes. Also returns the numbers of bytes and of skipped tensors."""
+    """Converts a GGUF file or a model folder tensor by tensor. Of a folder's config.json, only dtype and quantization change. Also returns the numbers of bytes and of skipped tensors."""
     file: TensorFile
     skipped = 0
     if is_gguf:
@@ -128,6 +128,7 @@ def _converted(
         if "text_config" in described:  # of a model for images and text, only the text model is written
             both = described["text_config"] | described
             described = describe(config) | {key: both[key] for key in _TOKEN_IDS if key in both}
+        described.pop("quantization_config", None)  # the written tensors are not quantized
         described |= {"torch_dtype": dtype, "dtype": dtype}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

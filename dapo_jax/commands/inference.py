@@ -23,7 +23,7 @@ from dapo_jax.config.keys import SEED, Rules, check_value, prefixed
 from dapo_jax.dapo.rollouts import Group, Verdict
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
-from dapo_jax.evaluation import problem_record, summarize
+from dapo_jax.evaluation import lost_verdicts, problem_record, summarize
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.response_sampler import ResponseSampler
@@ -52,7 +52,7 @@ class Evaluation:
     metric: str = "correct"
     """`score` if the training run's `dynamic_sampling.metric` is `score` and the grader returned scores, else `correct`."""
     notes: Sequence[str] = ()
-    """Messages about rows of the datasets that are left out."""
+    """Messages about rows of the datasets that are left out, and about responses without a verdict."""
 
 
 def evaluate(
@@ -101,6 +101,7 @@ def evaluate(
     scores: dict[str, float] = {}
     for name, groups in groups_of.items():
         scores |= summarize(groups, name=name)
+        notes += [f"{name}: {lost}"] if (lost := lost_verdicts(groups)) else []
     rollouts = (rollout for groups in groups_of.values() for group in groups for rollout in group.rollouts)
     if all(rollout.verdict.score is None for rollout in rollouts):
         metric = "correct"

@@ -12,7 +12,7 @@ from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.data.prompts import PairSource
-from dapo_jax.evaluation import summarize
+from dapo_jax.evaluation import lost_verdicts, summarize
 from dapo_jax.health.stalls import interrupt
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.grader_setup import check_graders, grading
@@ -79,7 +79,7 @@ class _WarmStart:
         # Errors in the grader and the data are raised before the weights load, which takes longer.
         graders, tokenizer = check_graders(config.reward, config.sandbox), tokenizer_of(config.model)
         prompts = prompt_sets(config, tokenizer)
-        self._held_out = prompts.held_out
+        self._prompts = prompts
         self.learner = learner = load_learner(config, meshes)
         policy, layout = learner.policy, learner.training_pass.layout
         most = config.max_response_tokens
@@ -107,7 +107,7 @@ class _WarmStart:
             stack.callback(self._graders.close)
             stack.enter_context(shown)
             notes = (learner.training_pass.note, learner.policy.decoder.length_note, lock.note)
-            for message in filter(None, notes):
+            for message in filter(None, (*self._prompts.notes, *notes)):
                 shown.message(message)
             tracker = JsonlTracker(run_dir / "metrics.jsonl")
             stack.callback(tracker.close)
@@ -133,11 +133,13 @@ class _WarmStart:
     def _evaluate(self, state: TrainState, step: int, shown: Progress) -> dict[str, float]:
         """Evaluates the policy on all datasets, and returns the scores. The sampler's weights are freed before the next update."""
         scores, weights = dict[str, float](), self._sampler.transfer(state.params)
-        for name, prompts in self._held_out.items():
+        for name, prompts in self._prompts.held_out.items():
             grade, options = self._graders.groups, self._config.eval
             groups = self._sampler.evaluate(weights, prompts, grade, options, name=name, step=step)
             scores |= summarize(groups, name=name)
             shown.evaluation(name, scores, step)
+            if lost := lost_verdicts(groups):
+                shown.message(f"eval  {name}  {lost}")
         return scores
 
     def _minibatch(self, step: int) -> list[Microbatch]:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ pytest.importorskip("gguf")
 from tests.models.gguf_files import TOKENS, write_gguf
 from tests.text.folders import files_of
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 CONFIG = tiny_decoder_config(vocab_size=len(TOKENS), layers=1)
 """A Llama, tied."""
 
@@ -72,6 +74,16 @@ def test_a_folder_becomes_a_folder_of_the_given_dtype(dtype, gguf_file, tmp_path
     assert again == described | {"dtype": dtype, "torch_dtype": dtype}
     kept = {path.name for path in first.iterdir()} - {"config.json", "model.safetensors"}
     assert all((done.folder / name).read_bytes() == (first / name).read_bytes() for name in kept)
+
+
+def test_a_folder_with_quantized_matrices_becomes_a_folder_without(tmp_path):
+    """transformers would read the quantization in config.json, and look for quantized tensors."""
+    source = GOLDEN / "gpt_oss_mxfp4"
+    done = convert(str(source), str(tmp_path / "out"))
+    described, again = (json.loads((f / "config.json").read_text()) for f in (source, done.folder))
+    del described["quantization_config"]
+    assert again == described | {"dtype": "float32", "torch_dtype": "float32"}
+    same(load_model(done.folder)[1], load_model(source)[1])
 
 
 def test_a_run_a_shipped_model_and_a_preset_become_folders(finished, tmp_path):

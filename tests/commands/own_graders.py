@@ -1,5 +1,6 @@
 """Reward functions that workers load. Each new worker imports this file, so it imports little."""
 
+from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards import whole_group
 
 
@@ -8,6 +9,11 @@ def long_ones(sample):
     assert sample.prompt.row["level"] == 2
     assert (sample.finish_reason, sample.response_tokens) == ("stop", 3)
     return len(sample.response) > len("Answer: 34")
+
+
+def too_slow(sample):
+    """No response gets a verdict."""
+    return Verdict(correct=False, lost="timeout")
 
 
 def brief(sample):

@@ -1,5 +1,6 @@
 """A supervised warm start: it learns, logs, and writes a model."""
 
+import io
 from dataclasses import replace
 
 import jax
@@ -15,9 +16,11 @@ from dapo_jax.config import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
+    RewardConfig,
     SamplingConfig,
     SftBatchConfig,
     SftConfig,
+    WorkersConfig,
 )
 from dapo_jax.data import PairSource
 from dapo_jax.run.policy import load_policy
@@ -34,7 +37,9 @@ def config(model, tmp_path_factory):
         steps=3,
         max_response_tokens=88,
         model=ModelConfig(source=model),
-        data=DataConfig(max_prompt_tokens=8, train_split="train[:64]"),
+        data=DataConfig(max_prompt_tokens=8, train_split="train[:64]", eval_split="train[:64]"),
+        reward=RewardConfig(grader="tests/commands/own_graders.py:too_slow"),
+        workers=WorkersConfig(count=0),
         batch=SftBatchConfig(pairs_per_step=16, row_tokens=96, rows_per_microbatch=8),
         optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=2),
         sampling=SamplingConfig(slots=8, max_response_tokens=6),
@@ -42,13 +47,19 @@ def config(model, tmp_path_factory):
     )
 
 
-def run(config):
-    return sft(config, progress=Progress(config.steps, console=Console(quiet=True)))
+def run(config, **console):
+    shown = Console(**(console or {"quiet": True}))
+    return sft(config, progress=Progress(config.steps, console=shown))
 
 
 @pytest.fixture(scope="module")
-def warmed(config):
-    return run(config)
+def shown():
+    return io.StringIO()
+
+
+@pytest.fixture(scope="module")
+def warmed(config, shown):
+    return run(config, file=shown)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +97,13 @@ def test_an_evaluation_is_logged_at_its_steps_and_after_the_last(config, warmed)
     lines = read_metrics(f"{config.run_dir}/metrics.jsonl")
     assert [line["step"] for line in lines if "eval/arithmetic/avg@4" in line] == [2, 3]
     assert "eval/arithmetic/avg@4" in warmed.metrics
+
+
+def test_notes_about_prompts_and_lost_verdicts_are_shown(warmed, shown):
+    """Two evaluations of 3 problems with 4 responses."""
+    text = shown.getvalue()
+    assert text.count("3 of 3 prompts are also trained on") == 1
+    assert text.count("12 of 12 responses got no verdict") == 2
 
 
 # Slow: another training. tests/run/keys/commands_test.py sees the rank of the adapters, and tests/run/lora_test.py trains them.
