@@ -104,6 +104,10 @@ class DataConfig(Section, at="data"):
         if (self.source == "mixture") != bool(self.mixture):
             remedy = f"data.source is {self.source!r}: set data.source=mixture, or leave data.mixture out"
             self.refuse("mixture", "datasets with data.source = 'mixture', and [] otherwise", remedy)
+        for name in ("path", "source_options", "train_split", "eval_split") if self.mixture else ():
+            if getattr(self, name) != getattr(DataConfig(), name):
+                remedy = "write it in the entries of data.mixture, or of eval.datasets: leave it out here"
+                self.refuse(name, "no value with data.source = 'mixture'", remedy)
         try:
             date.fromisoformat(self.template_date or "2024-07-26")
         except ValueError:

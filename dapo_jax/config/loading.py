@@ -60,7 +60,11 @@ def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence
     Raises:
         ConfigError: as in `load_config`.
     """
-    return evaluation_of(_load(path, overrides, (EvaluateConfig, TrainConfig, SftConfig)))
+    loaded = _load(path, overrides, (EvaluateConfig, TrainConfig, SftConfig))
+    asked = any(override.startswith("sampling.temperature=") for override in overrides)
+    if loaded.sampling.temperature != 1 and (asked or isinstance(loaded, EvaluateConfig)):
+        loaded.refuse("sampling.temperature", "1 in an evaluation", "set eval.temperature")
+    return evaluation_of(loaded)
 
 
 def to_yaml(config: AnyConfig) -> str:

@@ -74,9 +74,13 @@ class RolloutConfig(Section, at="rollout"):
     next step's weights, so no step has to wait for a slow response. Surplus groups are kept for later steps. 0 means sampling in waves, in which every response is finished before training."""
     round_tokens: int = key(256, range=SIZE)
     """Number of tokens that are sampled per round for each response in flight. At the end of a round, finished responses are replaced, and the step may end."""
-    answer_rounds: int = key(1, range=ROUNDS)
+    answer_rounds: int = key(1, range=ROUNDS, only_with="rollout.in_flight")
     """Number of rounds within which graders and environments must answer. Other responses are sampled meanwhile. If 0, sampling waits for each answer."""
-    max_staleness: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
+    max_staleness: int = key(
+        0,
+        aliases="max_staleness staleness_threshold max_off_policy_steps",
+        only_with="rollout.in_flight",
+    )
     """Bound n on staleness, in steps. Each step waits for the groups in flight that started n steps earlier. No group starts while the unfinished and unused groups suffice for n + 1 steps.
     Training data is then rarely older than n steps, and never older than 2n + 1 steps. 0 means no bound."""
     weight_rounds: int = key(0, range=ROUNDS, only_with="rollout.in_flight")
@@ -238,7 +242,8 @@ class CheckpointConfig(Section, at="checkpoint"):
     keep: int = key(3, range=SIZE, aliases="save_total_limit max_actor_ckpt_to_keep")
     """Number of most recent checkpoints to keep."""
     keep_best: bool = True
-    """Also save and keep the best checkpoint, by avg@k on the first evaluation dataset, or by mean reward on it if dynamic_sampling.metric=score."""
+    """Also save and keep the best checkpoint, by avg@k on the first evaluation dataset, or by mean reward on it if dynamic_sampling.metric=score.
+    If `eval` is changed on resume, earlier scores no longer count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -560,6 +565,11 @@ class SftConfig(RunConfig):
     max_response_tokens: int = key(64, range=SIZE)
     """Maximum number of tokens in a response, including the end token. A longer response is an error."""
     batch: SftBatchConfig = key(default_factory=SftBatchConfig)
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.sampling.temperature != 1:
+            self.refuse("sampling.temperature", "1", "only evaluations sample: set eval.temperature")
 
 
 @dataclass(frozen=True, kw_only=True)

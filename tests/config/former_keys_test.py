@@ -19,7 +19,7 @@ loss: {select: high_entropy, select_options: {frac: 0.5}} -> loss: {select: {hig
 loss: {dual_clip: 10.0} -> loss: {objective: {clip: {dual_clip: 10.0}}}
 loss: {dual_clip: null} -> {}
 loss: {importance_cap: 3.0} -> loss: {importance_range: [0, 3.0]}
-rollout: {max_age_steps: 3} -> rollout: {max_staleness: 3}
+rollout: {in_flight: 16, max_age_steps: 3} -> rollout: {in_flight: 16, max_staleness: 3}
 guard: {max_mismatch_kl: 0.1, on_mismatch: stop} -> guard: {max_mismatch_kl: 0.1}
 guard: {max_mismatch_kl: 0.1, on_mismatch: warn} -> guard: {max_mismatch_kl: null}
 checkpoint: {grace_s: 3.0} -> {}

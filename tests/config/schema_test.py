@@ -178,6 +178,10 @@ cluster.address=head cluster.workers=true -> cluster.address: found 'head'; HOST
 cluster.address=auto cluster.workers=true workers.count=0 -> cluster.workers: found true; workers.count of 1 or more
 cluster.address=auto cluster.workers=true environment.source=guess -> cluster.workers: found true; workers.count of 1 or more
 environment.max_turns=3 -> environment.max_turns: found 3; environment.source
+dynamic_sampling.surplus=carry rollout.max_staleness=1 -> rollout.max_staleness: found 1; rollout.in_flight
+rollout.answer_rounds=2 -> rollout.answer_rounds: found 2; rollout.in_flight
+data.source=mixture data.mixture=[{"source":"arithmetic"}] data.train_split=train[:9] -> data.train_split: found 'train[:9]'; no value; data.mixture
+data.source=mixture data.mixture=[{"source":"arithmetic"}] data.path=a.jsonl -> data.path: found 'a.jsonl'; no value; data.mixture
 lora.alpha=16 -> lora.alpha: found 16.0; lora.rank
 eval.top_k=2147483648 -> eval.top_k; 1 to 2**31 - 1
 eval.top_p=0 -> eval.top_p; more than 0 and at most 1
@@ -365,5 +369,17 @@ def test_building_a_section_in_python_is_checked_too(build, words):
 
 
 def test_a_supervised_run_needs_no_room_for_the_overlong_buffer():
-    config = SftConfig(run_dir="out", sampling=SamplingConfig(max_response_tokens=64, temperature=0.0))
+    config = SftConfig(run_dir="out", sampling=SamplingConfig(max_response_tokens=64))
     assert config.reward.overlong.buffer_tokens == 4096
+
+
+def test_the_temperature_of_evaluations_has_a_key_of_its_own(tmp_path):
+    """`sampling.temperature` is for training. In a training configuration, an evaluation ignores it."""
+    with pytest.raises(ConfigError, match=r"sampling\.temperature: found 0\.0.*eval\.temperature"):
+        SftConfig(run_dir="out", sampling=SamplingConfig(temperature=0.0))
+    (tmp_path / "train.yaml").write_text("run_dir: out\nsampling: {temperature: 0.9}\n")
+    (tmp_path / "eval.yaml").write_text("sampling: {temperature: 0.9}\n")
+    assert load_evaluation(tmp_path / "train.yaml").eval.temperature == 1.0
+    for path, overrides in (("eval.yaml", []), ("train.yaml", ["sampling.temperature=0.5"])):
+        with pytest.raises(ConfigError, match=r"sampling\.temperature: found 0\..*eval\.temperature"):
+            load_evaluation(tmp_path / path, overrides)
