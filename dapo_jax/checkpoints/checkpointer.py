@@ -95,6 +95,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         carry: Mapping[str, np.ndarray],
         *,
         score: float | None = None,
+        measure: str = "",
     ) -> None:
         """Starts saving `step`. The files are written in the background.
 
@@ -106,6 +107,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             progress: values that JSON can represent. Numbers must be finite.
             carry: host arrays of any shape and of any dtype except object. May be empty.
             score: a finite number that rates the state; higher is better.
+            measure: how the score was measured. Scores of different measures are not compared.
 
         Raises:
             ValueError: this step or a later step exists, or a value cannot be stored.
@@ -127,6 +129,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             "state": {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in arrays.items()},
             "carry": layout,
             "score": score,
+            "measure": measure,
         }
         items: dict[str, Any] = {"state": ocp.args.PyTreeSave(arrays), "meta": ocp.args.JsonSave(meta)}
         if packed.size:
@@ -138,7 +141,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 manifest.remove_unfinished(self.folder)
             self._manager.reload()  # updates Orbax's list, because steps may have been added or set aside
             if score is not None:
-                self._scores[step] = score
+                self._scores[step] = measure, score
             # Without `force`, Orbax silently skips a step that it considers unnecessary.
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
@@ -274,10 +277,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             )
         return None
 
-    def best(self) -> tuple[int, float] | None:
-        """Returns (step, score) of the checkpoint with the highest score, preferring later steps, or None if there are no scores."""
+    def best(self, measure: str | None = None) -> tuple[int, float] | None:
+        """Returns (step, score) of the checkpoint with the highest score, preferring later steps, or None if there are no scores. Only scores of `measure` count,
+        by default the measure of the last score."""
         self.wait()  # during a save, processes could see different steps
-        return self._best()
+        return self._best(measure)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Orbax calls this method. Returns, for each checkpoint, whether to keep it."""
@@ -315,19 +319,22 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return meta
 
     @functools.cached_property
-    def _scores(self) -> dict[int, float]:
-        """The scores by step, including steps that earlier processes saved. Steps without a score are omitted."""
-        scores: dict[int, float] = {}
+    def _scores(self) -> dict[int, tuple[str, float]]:
+        """The measures and scores by step, including steps that earlier processes saved. Steps without a score are omitted."""
+        scores: dict[int, tuple[str, float]] = {}
         for step in self.steps():
             with suppress(CheckpointError):
-                if (score := self._meta(step)["score"]) is not None:
-                    scores[step] = score
+                if (score := (meta := self._meta(step))["score"]) is not None:
+                    scores[step] = meta.get("measure", ""), score
         return scores
 
-    def _best(self) -> tuple[int, float] | None:
-        steps = self.steps()
-        scored = [(score, step) for step, score in self._scores.items() if step in steps]
-        return max(scored)[::-1] if scored else None
+    def _best(self, measure: str | None = None) -> tuple[int, float] | None:
+        scored = {step: self._scores[step] for step in self.steps() if step in self._scores}
+        if measure is None and scored:
+            measure, _ = scored[max(scored)]
+        # Scores of earlier versions have no measure. They are compared with all scores.
+        comparable = [(score, step) for step, (name, score) in scored.items() if name in ("", measure)]
+        return max(comparable)[::-1] if comparable else None
 
     def _failure(self, error: Exception) -> CheckpointError:
         """Removes the files of a failed save, and returns the error to raise."""

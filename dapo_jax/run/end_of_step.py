@@ -46,6 +46,8 @@ class EndOfStep(Observer):
         self._now, self._saved = session.start, session.start.position.step
         self._saving_s = 0.0
         """Seconds for which a save after the last step has blocked the run."""
+        self._measure = repr(replace(self._config.eval, every_steps=0))
+        """The settings of evaluations, which may change on resume. Scores of other settings are not compared."""
 
     def start(self) -> None:
         """Evaluates the initial policy or, in a resumed run, repeats an interrupted evaluation. Must be called before the first step.
@@ -186,8 +188,8 @@ class EndOfStep(Observer):
         return {**scores, "time/eval_s": time.perf_counter() - began}, score
 
     def _is_best(self, score: float) -> bool:
-        """Returns whether this score is the highest so far. The first process decides for all, so that either all processes save a checkpoint or none does."""
-        best = self._checkpointer.best()
+        """Returns whether this score is the highest of these evaluation settings so far. The first process decides for all, so that either all processes save a checkpoint or none does."""
+        best = self._checkpointer.best(self._measure)
         return broadcast_from_first(b"best" if best is None or score > best[1] else b"") != b""
 
     def _save(self, score: float | None) -> None:
@@ -195,7 +197,8 @@ class EndOfStep(Observer):
         self._session.check()
         position, progress = self._now.position, self._now.progress(self._run.identity)
         carry = {**group_arrays(position.carry), **flight_arrays(position.in_flight)}
-        self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
+        scored = {"score": score, "measure": self._measure}
+        self._checkpointer.save(position.step, self._now.state, progress, carry, **scored)
         self._saved = position.step
         self._announce_resume()
 

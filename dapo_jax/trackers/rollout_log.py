@@ -179,7 +179,7 @@ def format_rollouts(groups: Sequence[Group], *, metric: str = "correct", decode:
         parts.append(f"prompt {group.prompt.ordinal}: {found}")
         parts.append(_indented(group.prompt.text))
         parts.append(f"  answer: {group.prompt.answer}")
-        for index, rollout in enumerate(group.rollouts):
+        for index, rollout in group.indexed:
             parts.append(f"  [{index}] {_summary(rollout, metric)}")
             text = [_indented(rollout.text, "      ")]
             parts += _turns(rollout, decode) if decode and rollout.response.turns else text

@@ -3,12 +3,15 @@
 import json
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.health.stopping import StoppedError, stopped_by_signals
 from dapo_jax.rollout.group_sampling import GroupSampling
+from dapo_jax.run import end_of_step
 from dapo_jax.run.resume_point import UNFINISHED
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.trackers import read_metrics
@@ -86,3 +89,17 @@ def test_the_best_checkpoint_is_kept(micro, run_micro, rows):
     best = 1 + scores.index(max(scores))
     assert {best, 4} <= set(progress_of(config))
     assert len(progress_of(config)) <= 2, "the best one before the last save, and the last one"
+
+
+def test_scores_of_other_evaluation_settings_do_not_decide_which_checkpoint_is_the_best(
+    monkeypatch, micro, run_micro, rows
+):
+    """0.9 on all prompts after step 1, then 0.2 on one prompt after step 2."""
+    scores = iter([0.0, 0.9, 0.2])
+    monkeypatch.setattr(end_of_step, "summarize", lambda groups, name: {f"eval/{name}/avg@4": next(scores)})
+    config = micro(steps=1, eval__every_steps=1, checkpoint__keep=1)
+    run_micro(config, eval_rows=rows)
+    changed = replace(config, steps=2, eval=replace(config.eval, prompts=1))
+    run_micro(changed, eval_rows=rows, resume=True)
+    with Checkpointer(f"{config.run_dir}/checkpoints") as checkpointer:
+        assert checkpointer.best() == (2, 0.2)

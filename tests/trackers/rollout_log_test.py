@@ -165,6 +165,9 @@ def test_the_text_view_shows_question_answer_and_verdicts():
         "  [1] wrong | reward -1.25 | overlong penalty -0.25 | 2 tokens, cut off | no answer found\n"
         "      35?\n"
     )
+    # With `batch.keep`, an index is the place among all responses, as in the JSON lines.
+    kept = format_rollouts([replace(group(), kept=(2, 5))])
+    assert [line[:5] for line in kept.splitlines() if line.startswith("  [")] == ["  [2]", "  [5]"]
 
 
 def test_the_text_view_of_scores_has_no_verdicts():
