@@ -71,7 +71,8 @@ def score(
     """
     rows = _rows(rollouts)
     try:
-        by_prompt = groupby(rows, key=lambda row: (row["step"], row["ordinal"]))
+        # Two datasets of `dapo-jax eval --keep` may have the same step and ordinal one after the other.
+        by_prompt = groupby(rows, key=lambda row: (row["step"], row["ordinal"], row["prompt"]))
         groups = [[sample_of(row) for row in group] for _, group in by_prompt]
         known = ("correct", "extracted", "reason", "score")
         verdicts = {RECORDED: [Verdict(**{name: row[name] for name in known}) for row in rows]}

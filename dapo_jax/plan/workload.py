@@ -178,6 +178,9 @@ def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) ->
     """Returns the number of prompts to sample per step, and the number of waves in which they are sampled."""
     dynamic, needed, wave = config.dynamic_sampling, config.batch.prompts_per_step, config.prompts_per_wave
     flight = config.rollout.in_flight
+    if config.rollout.saved:
+        notes.append("rollout.saved: a step trains on saved responses, and samples none")
+        return 0, 0
     if not dynamic.enabled:
         notes.append(f"no dynamic sampling:{'' if flight else ' one wave,'} every group is trained on")
         return needed, 0 if flight else 1

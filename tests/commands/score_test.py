@@ -109,6 +109,14 @@ def test_a_whole_group_function_gets_the_responses_of_one_step_and_prompt(rollou
     assert [verdict.correct for verdict in verdicts] == [False, False, True, False] * 2
 
 
+def test_groups_of_two_datasets_with_the_same_step_and_ordinal_stay_apart(rollouts):
+    """As in two evaluations of one problem each."""
+    own, second = f"{OWN}:longest", rollouts / "step_000002.jsonl"
+    second.write_text(second.read_text().replace('"step": 2', '"step": 1').replace('"17*2"', '"34*1"'))
+    verdicts = score(rollouts, [own], workers=0).verdicts[own]
+    assert [verdict.correct for verdict in verdicts] == [False, False, True, False] * 2
+
+
 def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"reward\.grader: .*'dappo'.*'dapo' or 'dapo_boxed'\?"):
         score(rollouts, ["dappo"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dapo_jax.config import (
+    AdvantageConfig,
     BatchConfig,
     ConfigError,
     DataConfig,
@@ -14,6 +15,7 @@ from dapo_jax.config import (
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    TeacherConfig,
     TrainConfig,
 )
 from dapo_jax.plan.workload import Assumptions, workload_of
@@ -39,6 +41,20 @@ def test_a_step_at_the_limit_by_hand():
     assert (work.prompts, work.waves, work.responses, work.trained, work.updates) == (16, 1, 64, 32, 2)
     assert (work.microbatches, work.room, work.microbatch_tokens) == (8, 8, 128)
     assert len([note for note in work.notes if "not given" in note]) == 2
+
+
+def test_a_step_on_saved_rollouts_samples_nothing():
+    saved = replace(
+        CONFIG,
+        data=replace(CONFIG.data, deduplicate=False),
+        batch=replace(CONFIG.batch, group_size=1, groups_per_update=8),
+        dynamic_sampling=DynamicSamplingConfig(enabled=False),
+        advantage=AdvantageConfig(baseline="none"),
+        teacher=TeacherConfig(source="preset:tiny"),
+        rollout=RolloutConfig(saved=True),
+    )
+    work = workload_of(saved, Assumptions())
+    assert (work.prompts, work.waves, work.responses, work.trained, work.updates) == (0, 0, 0, 8, 1)
 
 
 def test_only_kept_responses_are_trained_on():
