@@ -76,7 +76,8 @@ class _WarmStart:
         """Loads the data and the model, and starts the graders. Raises ConfigError for an invalid configuration."""
         self._config = config
         meshes = meshes_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
-        # Errors in the grader and the data are raised before the weights load, which takes longer.
+        # Errors in the keys, the grader and the data are raised before the weights load, which takes longer.
+        spec = evaluation_spec(evaluation_of(config))
         graders, tokenizer = check_graders(config.reward, config.sandbox), tokenizer_of(config.model)
         prompts = prompt_sets(config, tokenizer)
         self._prompts = prompts
@@ -87,7 +88,7 @@ class _WarmStart:
             prompts.training, policy.tokenizer, seed=config.seed, max_response_tokens=most
         )
         self._graders = grading(config, policy, graders=graders)
-        self._sampler = learner.sampler(evaluation_spec(evaluation_of(config)))
+        self._sampler = learner.sampler(spec)
         self._updater = Updater(
             policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat, layout=layout),
             policy.params,

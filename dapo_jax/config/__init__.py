@@ -5,6 +5,7 @@ from dapo_jax.config.data_schema import DataConfig as DataConfig
 from dapo_jax.config.data_schema import SourceConfig as SourceConfig
 from dapo_jax.config.keys import ConfigError as ConfigError
 from dapo_jax.config.loading import changed_keys as changed_keys
+from dapo_jax.config.loading import evaluation_of as evaluation_of
 from dapo_jax.config.loading import load_config as load_config
 from dapo_jax.config.loading import load_evaluation as load_evaluation
 from dapo_jax.config.loading import to_yaml as to_yaml
@@ -34,4 +35,3 @@ from dapo_jax.config.schema import RolloutConfig as RolloutConfig
 from dapo_jax.config.schema import SftBatchConfig as SftBatchConfig
 from dapo_jax.config.schema import SftConfig as SftConfig
 from dapo_jax.config.schema import TrainConfig as TrainConfig
-from dapo_jax.config.schema import evaluation_of as evaluation_of

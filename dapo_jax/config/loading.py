@@ -17,7 +17,7 @@ from dapo_jax.config.former_keys import converted, has, is_former, put, refuse_f
 from dapo_jax.config.keys import ConfigError, named, needed, prefixed, refuse, shown, takes_mapping
 from dapo_jax.config.other_libraries import of_another_library, unknown_key
 from dapo_jax.config.reading import read_file, read_yaml, shipped_configs, write_yaml
-from dapo_jax.config.schema import EvaluateConfig, SftConfig, TrainConfig, evaluation_of
+from dapo_jax.config.schema import EvaluateConfig, SftConfig, TrainConfig
 from dapo_jax.config.section import Section, field_types, leaf_types
 from dapo_jax.hints import nearest
 from dapo_jax.storage import path_of
@@ -61,10 +61,25 @@ def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence
         ConfigError: as in `load_config`.
     """
     loaded = _load(path, overrides, (EvaluateConfig, TrainConfig, SftConfig))
-    asked = any(override.startswith("sampling.temperature=") for override in overrides)
-    if loaded.sampling.temperature != 1 and (asked or isinstance(loaded, EvaluateConfig)):
-        loaded.refuse("sampling.temperature", "1 in an evaluation", "set eval.temperature")
+    if any(override.startswith("sampling.temperature=") for override in overrides):
+        _check_temperature(loaded)
     return evaluation_of(loaded)
+
+
+def evaluation_of(config: AnyConfig) -> EvaluateConfig:
+    """Returns the configuration that a run with `config` uses for its own evaluations. Raises ConfigError if nothing would use `sampling.temperature`."""
+    if not isinstance(config, TrainConfig):
+        _check_temperature(config)
+    if isinstance(config, EvaluateConfig):
+        return config
+    names = {field.name for field in dataclasses.fields(EvaluateConfig)} - {"compute_dtype"}
+    shared = {name: value for name, value in vars(config).items() if name in names}
+    return EvaluateConfig(compute_dtype=config.model.compute_dtype, **shared)
+
+
+def _check_temperature(config: AnyConfig) -> None:
+    if config.sampling.temperature != 1:
+        config.refuse("sampling.temperature", "1 without training", "set eval.temperature")
 
 
 def to_yaml(config: AnyConfig) -> str:

@@ -5,7 +5,7 @@ specifies a value, that value is the default, and the documentation names the eq
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -566,11 +566,6 @@ class SftConfig(RunConfig):
     """Maximum number of tokens in a response, including the end token. A longer response is an error."""
     batch: SftBatchConfig = key(default_factory=SftBatchConfig)
 
-    def check_together(self) -> None:
-        super().check_together()
-        if self.sampling.temperature != 1:
-            self.refuse("sampling.temperature", "1", "only evaluations sample: set eval.temperature")
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Section):
@@ -591,15 +586,6 @@ class EvaluateConfig(Section):
     environment: EnvironmentConfig = key(default_factory=EnvironmentConfig)
     eval: EvalConfig = key(default_factory=EvalConfig)
     parallel: ParallelConfig = key(default_factory=ParallelConfig)
-
-
-def evaluation_of(config: TrainConfig | SftConfig | EvaluateConfig) -> EvaluateConfig:
-    """Returns the configuration that a run with `config` uses for its own evaluations."""
-    if isinstance(config, EvaluateConfig):
-        return config
-    names = {field.name for field in fields(EvaluateConfig)} - {"compute_dtype"}
-    shared = {name: value for name, value in vars(config).items() if name in names}
-    return EvaluateConfig(compute_dtype=config.model.compute_dtype, **shared)
 
 
 FREE_TO_CHANGE = tuple(

@@ -18,6 +18,7 @@ from dapo_jax.config import (
     SftBatchConfig,
     SftConfig,
     TrainConfig,
+    evaluation_of,
     load_config,
     load_evaluation,
     to_yaml,
@@ -376,7 +377,7 @@ def test_a_supervised_run_needs_no_room_for_the_overlong_buffer():
 def test_the_temperature_of_evaluations_has_a_key_of_its_own(tmp_path):
     """`sampling.temperature` is for training. In a training configuration, an evaluation ignores it."""
     with pytest.raises(ConfigError, match=r"sampling\.temperature: found 0\.0.*eval\.temperature"):
-        SftConfig(run_dir="out", sampling=SamplingConfig(temperature=0.0))
+        evaluation_of(SftConfig(run_dir="out", sampling=SamplingConfig(temperature=0.0)))
     (tmp_path / "train.yaml").write_text("run_dir: out\nsampling: {temperature: 0.9}\n")
     (tmp_path / "eval.yaml").write_text("sampling: {temperature: 0.9}\n")
     assert load_evaluation(tmp_path / "train.yaml").eval.temperature == 1.0
