@@ -315,12 +315,13 @@ class Episodes(AbstractContextManager["Episodes"]):
         opened.turns.append((turn.before, tokens))
         number = len(opened.turns) - 1
         text, marked = self._text_of(tokens), getattr(tokenizer, "marked_text", tokenizer.decode)(tokens)
-        marked = self._rendering.opening + marked.removesuffix(tokenizer.decode(tokens)[len(text) :])
+        rest = tokenizer.decode(tokens)[len(text) :]
         return Turn(
             tokens=read_only(tokens),
             logprobs=read_only(turn.record.logprobs),
             text=text,
-            marked_text=marked,  # without a stop string
+            marked_text=self._rendering.opening + marked.removesuffix(rest),
+            stop_text=rest,
             finish_reason=turn.finish_reason,
             number=number,
             context_tokens=len(opened.context(number)) - len(tokens),

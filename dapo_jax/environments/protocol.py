@@ -38,6 +38,8 @@ class Turn:
     marked_text: str = ""
     """The text with the special tokens inside it, because some models mark tool calls with them. Without special tokens at the end, and after the `<think>`
     with which the chat template began the answer, if any."""
+    stop_text: str = ""
+    """The rest of the text: the stop string that ended the turn, with the characters after it in the last token. Empty if no stop string ended it."""
     context_tokens: int = 0
     """Number of tokens in the context in which the turn was sampled."""
 

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_jax.environments.tool_schemas import misfit
@@ -32,7 +32,7 @@ _UNMARKED = rf'\Afunctools(?=\[)|(?s:\A(?=\{{.*"name")(?=.*"(?:parameters|argume
 _QUOTES = {"<start_function_call>": "<escape>", "<|tool_call>": '<|"|>'}
 """The mark before and after a text in the calls of FunctionGemma and Gemma 4."""
 _NAME = re.compile(
-    r"[\s;,`]*+(?:\[TOOL_CALLS\])?(?:(?:call:|function<｜tool▁sep｜>)?([\w.-]++)(?:\[CALL_ID\]\w++)?(?:\[ARGS\]|<｜tool▁sep｜>)?"
+    r"[\s;,`]*+(?:\[TOOL_CALLS\])?(?:(?:call:|function<｜tool▁sep｜>)?([\w.-]++)(?:\[CALL_ID\](\w++))?(?:\[ARGS\]|<｜tool▁sep｜>)?"
     rf"(?:{_HEADER})?\s*+(?:```json)?\s*+(?=\{{))?\s*+"
 )
 """Matches the name before an object with arguments, if there is one, and the characters around the name."""
@@ -50,6 +50,8 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    id: str = field(default="", compare=False)
+    """The id that Mistral's models write in a call, and which the result repeats. Empty without a valid id."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list
     while len(calls) <= MOST_CALLS and (named := _NAME.match(text, at)):
         at = json.JSONDecoder().raw_decode(text, named.end())[1]
         value = read_numbers(text[named.end() : at])
-        value = {"name": named[1], "arguments": value} if named[1] else value
+        value = {"name": named[1], "arguments": value, "id": named[2]} if named[1] else value
         calls += map(_call, value if isinstance(value, list) and value else [value])
         # The calls end with the text, an end mark, or another special token.
         if text[at:].lstrip(" \n\t;,`")[:1] in ("", "<"):
@@ -142,7 +144,8 @@ def _call(call: Any) -> ToolCall:
         arguments = read_numbers(arguments) if arguments.strip() else None
     if not isinstance(arguments, dict | None):
         raise ValueError('its "arguments" must be an object')
-    return ToolCall(call["name"], arguments or {})
+    written = re.fullmatch("[A-Za-z0-9]{9}", str(call.get("id")))
+    return ToolCall(call["name"], arguments or {}, written[0] if written else "")
 
 
 def _qwen_parameter_tags(content: str, known: Mapping[str, Any]) -> ToolCall:

@@ -103,11 +103,16 @@ class ToolEpisode:
             final = await self.finish(turn)
             return replace(final, done=True, metrics={**self.metrics(), **final.metrics})
         messages: list[Message] = []
+        names = [schema["function"]["name"] for schema in self.tools.schemas]
         for call in calls:  # one at a time, because a call may depend on the previous one
             text, is_error = await self.tools.result(call)
             self.calls, self.errors = self.calls + 1, self.errors + is_error
-            name = {"name": call.name} if isinstance(call, ToolCall) and not is_error else {}
-            messages.append({"role": "tool", **name, "content": text})
+            name, made = getattr(call, "name", ""), getattr(call, "id", "")
+            # A chat template may refuse the characters in the name of an unknown tool.
+            fields = {"name": name if name in names else "", "tool_call_id": made}
+            messages.append(
+                {"role": "tool", **{key: value for key, value in fields.items() if value}, "content": text}
+            )
         return Step(append=messages, metrics=self.metrics())
 
     async def finish(self, turn: Turn) -> Step:

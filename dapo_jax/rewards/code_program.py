@@ -4,8 +4,11 @@ import re
 
 from dapo_jax.text.thoughts import without_thoughts
 
-_FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`]*+")  # possessive, so its time is linear
+_FENCE = re.compile(r"([^`~]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`]*+")  # possessive, so its time is linear
+_INDENT = re.compile(r"[ \t]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?")
+"""Matches the white space before a fence, or the mark of a list's item."""
 _PYTHON = ("python", "python3", "py")
+_OPENS = tuple(f"```{language}" for language in _PYTHON)
 MOST_BYTES = 256 << 10
 """A longer program is not run."""
 
@@ -15,26 +18,31 @@ def program_of(
 ) -> tuple[str, bool]:
     r"""Returns the last Python block of a response, or else the last block without a language, and True. Without blocks, returns the whole text and False.
 
-    Thoughts are ignored. A block that is not closed counts only if the response is complete. If `name` is given, blocks that define this function or
-    class come first. The text is empty if the response has no program, or a program that is too long.
+    Thoughts are ignored. A block that is not closed counts only if the response is complete. A block may contain blocks that name a language, for example in a
+    docstring. A Python block may begin after a text in the same line. If `name` is given, blocks that define this function or class come first. The text is
+    empty if the response has no program, or a program that is too long.
 
     >>> program_of("First:\n```python\nprint(1)\n```\nBetter:\n```python\nprint(2)\n```")
     ('print(2)\n', True)
     """
     text = without_thoughts(response, prompt)
     text = text[1:] if text != response and text[:1] == " " else text
-    blocks, block, others, fence = list[tuple[str, str]](), "", "", None
+    blocks, block, others, fence, depth = list[tuple[str, str]](), "", "", None, 0
     for line in text.splitlines(keepends=True):
         match = _FENCE.fullmatch(line.rstrip())
-        if fence is None and match is None:
+        indented = match and _INDENT.fullmatch(match[1])
+        if fence is None and match and (indented or match[0].lower().endswith(_OPENS)):
+            fence, block, indent, depth = match, "", len(match[1]) if indented else 0, 1
+            continue
+        if fence is None:
             others += line
-        elif fence is None:
-            fence, block = match, ""
-        elif match and not match[3] and match[2].startswith(fence[2]):
+            continue
+        if match and indented and match[2].startswith(fence[2]) and (not match[3] or match[3].isalnum()):
+            depth += 1 if match[3] else -1
+        if depth == 0:
             blocks.append((fence[3].lower(), block))
             fence = None
         else:
-            indent = len(fence[1])
             block += line if line[:indent].strip() else line[indent:] or "\n"
     if fence is not None and block.strip():
         blocks.append((fence[3].lower(), block if is_complete else ""))

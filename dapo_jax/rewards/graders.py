@@ -70,7 +70,7 @@ def math_verify() -> Any:
 
 
 def reasoning_gym_grader(sample: Sample) -> Verdict:
-    """Strips the response and grades it with the `score_answer` function of its reasoning-gym task.
+    """Strips the response without its thoughts and grades it with the `score_answer` function of its reasoning-gym task.
 
     A score of at least 0.99 is correct. If `score_answer` raises, it probably could not parse the answer, so the answer counts as wrong.
     """
@@ -79,9 +79,8 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
         raise ValueError(
             f"reward.grader=reasoning_gym needs rows from data.source=reasoning_gym:TASK; found a row with the fields {sorted(row)}"
         )
-    answer = sample.response.strip()
-    if not answer:
-        return Verdict(correct=False, reason="the response is empty")
+    if not (answer := sample.after_thoughts):
+        return Verdict(correct=False, reason="the response is empty, except for thoughts")
     score_answer, like = _scorer(row["task"], json.dumps(row["options"], sort_keys=True))
     try:
         score = float(score_answer(answer, _restored(row["entry"], like)))

@@ -70,6 +70,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def packed(value, depth=0, keep=None):
     """Converts plain data to JSON-serializable data that keeps its types. Any other object becomes the result of `keep`, or {"opaque": type}, which equals nothing."""
+    if type(value).__module__ == "numpy" and not hasattr(value, "__len__"):
+        value = value.tolist()  # a number of NumPy becomes a number of Python
     if value is None or isinstance(value, (bool, str, float)):
         return value
     if isinstance(value, int):  # decimal text of long integers is slow and limited

@@ -123,7 +123,7 @@ def _read(where: str, row: Mapping[str, Any]) -> CodeTests:
         return CodeTests(inputs=inputs, outputs=outputs, checker=row.get("generated_checker") or "", **rest)
     in_text = isinstance(pairs[0][0], str)
     if in_text:  # one JSON value in each line
-        pairs = [([_json(line) for line in a.splitlines() if line.strip()], _json(b)) for a, b in pairs]
+        pairs = [([_json(line) for line in a.split("\n") if line.strip()], _json(b)) for a, b in pairs]
     inputs, outputs = ([*map(packed, values)] for values in zip(*pairs, strict=True))
     return CodeTests(inputs=inputs, outputs=outputs, name=name, is_wrapped=not in_text, **rest)
 

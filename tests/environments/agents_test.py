@@ -42,7 +42,7 @@ from tests.environments.agent_clients import (
     unreliable,
     user,
 )
-from tests.environments.playing import call, verdicts_of
+from tests.environments.playing import call, turn_of, verdicts_of
 from tests.rewards.grading_pool_test import assert_ends
 
 HERE = "tests/environments/agent_clients.py"
@@ -306,7 +306,7 @@ def test_tool_calls_are_parsed_and_their_results_continue_the_row():
         [made] = choice["message"]["tool_calls"]
         assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I add.")
         assert (made["id"], made["function"]["name"], json.loads(made["function"]["arguments"])) == (
-            "call_0_0",
+            "call00000",
             "add",
             {"a": 1},
         )
@@ -323,6 +323,40 @@ def test_tool_calls_are_parsed_and_their_results_continue_the_row():
         [verdict] = verdicts_of(episodes, policy.prompt)
     parts = {name: value for name, value in verdict.parts.items() if "call" in name or "contexts" in name}
     assert parts == {"agent_tool_calls": 1, "agent_unparsed_calls": 1, "agent_contexts": 1}, verdict.reason
+
+
+MADE = '{"name": "add", "arguments": {"a": 1}, "id": "Ab3dEf9hi"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        (call("add", a=1) * 2, ["call00000", "call00001"]),
+        (f"[TOOL_CALLS] [{MADE}]", ["Ab3dEf9hi"]),
+        (f"[TOOL_CALLS] [{MADE}, {MADE}]", ["call00000", "call00001"]),  # a client needs different ids
+    ],
+)
+def test_results_have_the_ids_and_the_names_of_their_calls(text, ids):
+    """Clients return the id without the name, which the templates of gpt-oss and Gemma 4 write. Mistral's models write ids."""
+
+    async def play(url, key, task):
+        client = Client(url, key)
+        answer = await client.chat(START, tools=TOOLS)
+        results = [
+            {"role": "tool", "tool_call_id": made["id"], "content": "4"} for made in answer["tool_calls"]
+        ]
+        await client.chat([*START, answer, *results], tools=TOOLS)
+        return 1
+
+    async def played():
+        episode = await agents(play).episode({}, 1)
+        await episode.start()
+        step = await episode.step(turn_of(text))
+        await episode.close()
+        return step.context.contents
+
+    results = asyncio.run(played())
+    assert [(each["tool_call_id"], each["name"]) for each in results] == [(one, "add") for one in ids]
 
 
 def test_a_stream_has_one_chunk_with_the_plain_answer():

@@ -40,6 +40,13 @@ def test_the_policy_calls_gets_results_and_answers():
     assert last.metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
 
 
+def test_an_error_of_a_known_tool_has_its_name():
+    """The template of gpt-oss writes the name of the called function before a result, also before an error."""
+    turn = call("add", a=2, b="2") + call("ad", a=2)
+    _, [step], _ = played(ToolEnvironment([add], right), ROW, turn)
+    assert [message.get("name") for message in step.append] == ["add", None]
+
+
 @pytest.mark.parametrize(
     ("grade", "reward", "correct"),
     [

@@ -133,6 +133,14 @@ def test_a_call_between_special_tokens_is_run(stop):
     assert appended.startswith("tool 000000000\n3")
 
 
+@pytest.mark.parametrize(("made", "repeated"), [("Ab3dEf9hi", "Ab3dEf9hi"), ("1", "0" * 9)])
+def test_a_result_repeats_the_id_that_the_model_wrote_in_its_call(made, repeated):
+    """Templates of Mistral write the id next to the result. They refuse other ids than nine letters and digits."""
+    text = f'[TOOL_CALLS] [{{"name": "add", "arguments": {{"a": 1, "b": 2}}, "id": "{made}"}}]'
+    appended, _ = answer_to_a_call(TOOL_TEMPLATE, f"{text}<|im_end|>", ())
+    assert appended.startswith(f"tool {repeated}\n3")
+
+
 @pytest.mark.parametrize(
     ("before", "calls"), [("", 0.0), ("A sum.</think>", 1.0), ("A sum. " + CALL + "</think>", 1.0)]
 )

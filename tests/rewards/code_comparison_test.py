@@ -1,5 +1,6 @@
 """How the grader `code` finds programs and compares outputs, without a sandbox."""
 
+import numpy as np
 import pytest
 
 from dapo_jax.rewards.code_equality import same_text, same_value
@@ -53,6 +54,9 @@ def test_ways_to_compare():
         (float("nan"), float("nan"), True),
         ("", object(), False),
         (b"a", b"a", True),
+        ([3, True, 0.5], [np.int64(3), np.bool_(True), np.float32(0.5)], True),
+        (4, np.int64(3), False),
+        ([1, 2], np.array([1, 2]), False),
     ],
 )
 def test_values(expected, found, equal):
@@ -105,6 +109,15 @@ def test_deep_data_is_not_followed():
         ("no</think>x = 1", {"prompt": "<think>"}, ("x = 1", False)),
         ("```python\nf = 1\n```\n```python\ng = 2\n```", {"name": "f"}, ("f = 1\n", True)),
         ("# " + "x" * MOST_BYTES, {}, ("", False)),
+        ("My program:```python\nx = 1\n```", {}, ("x = 1\n", True)),
+        ("I use ```python fences.\n```python\nx = 1\n```", {}, ("x = 1\n", True)),
+        ("1. ```python\n   if x:\n       y\n   ```", {}, ("if x:\n    y\n", True)),
+        ("* ```\n  x = 1\n  ```", {}, ("x = 1\n", True)),
+        (
+            '```python\n"""\n```python\nf(1)\n```\n"""\nx = 1\n```',
+            {},
+            ('"""\n```python\nf(1)\n```\n"""\nx = 1\n', True),
+        ),
         ("  - a\n\n    ```python\n    if x:\n\n        y\n    ```", {}, ("if x:\n\n    y\n", True)),
     ],
 )

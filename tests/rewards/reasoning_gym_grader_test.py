@@ -25,7 +25,16 @@ def installed():
 
 
 @pytest.mark.parametrize(
-    ("response", "correct"), [("2", True), (" 2 \n", True), ("3", False), ("", False), ("  ", False)]
+    ("response", "correct"),
+    [
+        ("2", True),
+        (" 2 \n", True),
+        ("<think>3?</think>\n2", True),
+        ("3", False),
+        ("<think>2", False),
+        ("", False),
+        ("  ", False),
+    ],
 )
 def test_the_trimmed_response_is_graded_by_the_task(installed, response, correct):
     assert graded(response).correct is correct

@@ -47,8 +47,11 @@ class SkyRLEpisode:
 
     async def step(self, turn: Turn) -> Step:
         """Returns the answer to a turn. Raises ValueError if the environment rewrites the turn, or gives no observation before the end."""
-        result = await asyncio.to_thread(self._instance.step, turn.text)
-        if result.get("postprocessed_action") not in (None, turn.text):
+        action = (
+            turn.text + turn.stop_text
+        )  # SkyRL keeps stop strings, such as `</search>`, which environments look for
+        result = await asyncio.to_thread(self._instance.step, action)
+        if result.get("postprocessed_action") not in (None, action):
             raise ValueError("a postprocessed_action was returned, but sampled tokens cannot be rewritten")
         done = bool(result["done"])
         metrics = _numbers(result.get("metadata")) | (_numbers(self._instance.get_metrics()) if done else {})

@@ -77,7 +77,9 @@ class TrlEpisode(ToolEpisode):
         """Returns the results of the turn's tool calls. If there are no calls, ends the episode."""
         parsed = tool_calls(turn.marked_text or turn.text, self.tools.schemas)
         calls = [
-            {"type": "function", "function": vars(call)} for call in parsed if isinstance(call, ToolCall)
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in parsed
+            if isinstance(call, ToolCall)
         ]
         fields = {"tool_calls": calls} if calls else {}
         self.answers.append({"role": "assistant", "content": turn.text, **fields})

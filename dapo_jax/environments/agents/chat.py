@@ -58,10 +58,14 @@ class ChatRequest:
                 need = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
                 raise RequestError(f"tools[{index}] is {tool!r:.80}; a tool must be {need}")
         try:
-            self.keys = (_digest(self.tools), *map(_key, canonical_messages(body.messages)))
-            """The key of the tools, and of each message. Messages with equal keys are the same message."""
+            messages = canonical_messages(body.messages)
         except ValueError as error:
             raise RequestError(f"messages: {error!s:.1000}") from error
+        self.keys = (_digest(self.tools), *map(_key, messages))
+        """The key of the tools, and of each message. Messages with equal keys are the same message."""
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        self.called = {str(call.get("id")): call["function"]["name"] for call in calls}
+        """The names of the called functions, by the ids of the calls."""
         self.digest = _digest(fields)
         """Requests with equal bodies have equal digests."""
 
@@ -112,6 +116,7 @@ class Answer:
         self.unparsed = sum(isinstance(call, BrokenCall) for call in calls)
         """Number of calls that cannot be parsed. The answer then stays a text."""
         functions = [] if self.unparsed else [dict(vars(call)) for call in calls]
+        ids = [function.pop("id") for function in functions]
         content = turn.text if said == marked.strip() else said
         content = text_before_calls(marked, request.tools) if functions else content
         self.message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -119,9 +124,13 @@ class Answer:
             thoughts = marked.rstrip().removesuffix(said).strip()
             thoughts = thoughts.removeprefix("<think>").removesuffix("</think>").strip()
             self.message["reasoning_content"] = thoughts
+        if len({*ids, ""}) <= len(
+            ids
+        ):  # The model wrote no ids, or the same twice. Mistral's templates require nine letters and digits.
+            ids = [f"call{turn.number:04}{n:x}" for n in range(len(ids))]
         self.calls: list[dict[str, Any]] = [
-            {"id": f"call_{turn.number}_{n}", "type": "function", "function": {**function, "arguments": json.dumps(function["arguments"])}}
-            for n, function in enumerate(functions)
+            {"id": name, "type": "function", "function": {**function, "arguments": json.dumps(function["arguments"])}}
+            for name, function in zip(ids, functions, strict=True)
         ]  # fmt: skip
         if self.calls:
             self.message["tool_calls"] = self.calls

@@ -167,6 +167,9 @@ class AgentEpisode:
         self._counts["contexts"] += after is None or after < number - 1
         self._counts["requests"] += 1
         new, tools = request.body.messages[known:], request.tools if after is None else ()
+        if after is not None:  # A template may write the names of the calls, which are not rendered again.
+            names = [request.called.get(str(message.get("tool_call_id"))) for message in new]
+            new = [{"name": name, **message} for name, message in zip(names, new, strict=True)]
         context = Context(new, tools, after if number else -1, request.max_tokens)
         return Step(context=context, forget=forget, metrics=self._metrics())
 

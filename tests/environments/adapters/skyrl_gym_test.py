@@ -1,9 +1,14 @@
 """Classes of SkyRL-Gym's convention."""
 
+import re
+
 import pytest
 
-from dapo_jax.environments import load_environment
-from tests.environments.playing import played
+from dapo_jax.dapo.rollouts import Prompt, Standing
+from dapo_jax.environments import Episodes, load_environment
+from dapo_jax.environments.rendering import Rendering
+from dapo_jax.text.stop_strings import StopStrings
+from tests.environments.playing import TOKENIZER, drawn, played
 
 ROW = {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4", "extra_info": {"max_turns": 3}}
 
@@ -53,6 +58,25 @@ def test_an_own_class_of_the_convention_is_played():
     assert steps[0].append == [{"role": "user", "content": "on"}]
     assert steps[0].metrics == {"heard": 1.0, "on": 1.0}
     assert steps[1].metrics == {"heard": 1.0, "on": 0.0, "steps": 2.0}
+
+
+class Searching(Counting):
+    """Looks for the end of a query, which users of SkyRL set as a stop string."""
+
+    def step(self, text):
+        query = re.search("<search>(.*)</search>", text)
+        return {"observations": [], "reward": float(query is not None), "done": True}
+
+
+def test_an_action_has_the_stop_string_that_ended_it():
+    environment = load_environment(f"skyrl_gym:{__name__}:Searching")
+    prompt = Prompt(ordinal=0, tokens=TOKENIZER.encode("q"), text="q", answer="4", row=ROW)
+    text_of = StopStrings(TOKENIZER, ["</search>"]).decode
+    rendering = Rendering(tokenizer=TOKENIZER)
+    with Episodes(environment, rendering, text_of=text_of, seed=1, max_turns=2) as episodes:
+        episodes.reopen(prompt, 0, [], Standing())
+        assert episodes.step(prompt, 0, drawn("<search>x</search>")).result(30) is None
+        assert episodes.standing(prompt, 0).rewards == (1.0,)
 
 
 @pytest.mark.parametrize(
