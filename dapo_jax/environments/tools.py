@@ -44,7 +44,7 @@ class Tools:
         names = [schema["function"]["name"] for schema in self.schemas]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two tools are named {twice[0]!r}; tool names must be unique")
-        self._tools = dict(zip(names, zip(functions, self.schemas, strict=True), strict=True))
+        self.known = dict(zip(names, zip(functions, self.schemas, strict=True), strict=True))
         self._most_characters, self._timeout_s = most_characters, timeout_s
 
     async def result(self, call: ToolCall | BrokenCall) -> tuple[str, bool]:
@@ -59,9 +59,9 @@ class Tools:
         """Runs a tool call. Returns `(text of the result, "")`, or `("", error message)` if the call failed."""
         if isinstance(call, BrokenCall):
             return "", f"the call cannot be parsed: {call.reason}"
-        if call.name not in self._tools:
-            return "", f"unknown tool {call.name!r:.80}; the tools are {sorted(self._tools)}"
-        function, schema = self._tools[call.name]
+        if call.name not in self.known:
+            return "", f"unknown tool {call.name!r:.80}; the tools are {sorted(self.known)}"
+        function, schema = self.known[call.name]
         if wrong := what_is_wrong(call.arguments, schema["function"]["parameters"]):
             return "", f"{call.name}: {wrong}"
         task = asyncio.ensure_future(outcome(partial(function, **call.arguments)))
@@ -103,16 +103,13 @@ class ToolEpisode:
             final = await self.finish(turn)
             return replace(final, done=True, metrics={**self.metrics(), **final.metrics})
         messages: list[Message] = []
-        names = [schema["function"]["name"] for schema in self.tools.schemas]
         for call in calls:  # one at a time, because a call may depend on the previous one
             text, is_error = await self.tools.result(call)
             self.calls, self.errors = self.calls + 1, self.errors + is_error
             name, made = getattr(call, "name", ""), getattr(call, "id", "")
             # A chat template may refuse the characters in the name of an unknown tool.
-            fields = {"name": name if name in names else "", "tool_call_id": made}
-            messages.append(
-                {"role": "tool", **{key: value for key, value in fields.items() if value}, "content": text}
-            )
+            fields = {"name": name if name in self.tools.known else "", "tool_call_id": made}
+            messages.append({"role": "tool", **{k: v for k, v in fields.items() if v}, "content": text})
         return Step(append=messages, metrics=self.metrics())
 
     async def finish(self, turn: Turn) -> Step:

@@ -5,10 +5,8 @@ import re
 from dapo_jax.text.thoughts import without_thoughts
 
 _FENCE = re.compile(r"([^`~]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`]*+")  # possessive, so its time is linear
-_INDENT = re.compile(r"[ \t]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?")
-"""Matches the white space before a fence, or the mark of a list's item."""
-_PYTHON = ("python", "python3", "py")
-_OPENS = tuple(f"```{language}" for language in _PYTHON)
+_INDENT = re.compile(r"[ \t]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?")  # also the mark of a list's item
+_PYTHON = ("```python", "```python3", "```py")
 MOST_BYTES = 256 << 10
 """A longer program is not run."""
 
@@ -27,19 +25,18 @@ def program_of(
     """
     text = without_thoughts(response, prompt)
     text = text[1:] if text != response and text[:1] == " " else text
-    blocks, block, others, fence, depth = list[tuple[str, str]](), "", "", None, 0
+    blocks, block, others, fence, indent, depth = list[tuple[str, str]](), "", "", None, 0, 0
     for line in text.splitlines(keepends=True):
         match = _FENCE.fullmatch(line.rstrip())
         indented = match and _INDENT.fullmatch(match[1])
-        if fence is None and match and (indented or match[0].lower().endswith(_OPENS)):
+        if fence is None and match and (indented or match[0].lower().endswith(_PYTHON)):
             fence, block, indent, depth = match, "", len(match[1]) if indented else 0, 1
             continue
+        if fence and match and indented and match[2].startswith(fence[2]) and f"a{match[3]}".isalnum():
+            depth += 1 if match[3] else -1
         if fence is None:
             others += line
-            continue
-        if match and indented and match[2].startswith(fence[2]) and (not match[3] or match[3].isalnum()):
-            depth += 1 if match[3] else -1
-        if depth == 0:
+        elif depth == 0:
             blocks.append((fence[3].lower(), block))
             fence = None
         else:
@@ -47,7 +44,7 @@ def program_of(
     if fence is not None and block.strip():
         blocks.append((fence[3].lower(), block if is_complete else ""))
     if blocks:
-        marked = [block for language, block in blocks if language in _PYTHON]
+        marked = [block for language, block in blocks if f"```{language}" in _PYTHON]
         marked = marked or [block for language, block in blocks if not language] or [""]
         others = ([block for block in marked if name and defines(block, name)] or marked)[-1]
     fits = others.strip() and len(others.encode(errors="replace")) <= MOST_BYTES

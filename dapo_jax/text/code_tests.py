@@ -1,5 +1,6 @@
 """Reads the tests of a coding problem from a row in any of the formats that `docs/train_on_code.md` lists."""
 
+import ast
 import base64
 import io
 import json
@@ -7,6 +8,7 @@ import pickletools
 import re
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -102,8 +104,10 @@ def _read(where: str, row: Mapping[str, Any]) -> CodeTests:
     name, prompt = row.get("entry_point") or "", row.get("prompt") or ""
     if where == "test":  # code with functions that test
         functions = re.findall(r"^def (test\w*)\(", row["test"], re.MULTILINE)
-        calls = [f"check(stub({name!r}))"] if name else [f"{function}()" for function in functions]
-        return CodeTests(code=calls, setup=row["test"], prompt=prompt if name else "", name=name, **rest)
+        is_check = name and "def check(" in row["test"]
+        calls = [f"check(stub({name!r}))"] if is_check else [f"{function}()" for function in functions]
+        rest |= {"prompt": _code(prompt) if name else "", "setup": row["test"] if calls else ""}
+        return CodeTests(code=calls or [row["test"]], name=name, **rest)
     found = [one for key in (where, *_FURTHER.get(where, ())) for one in _listed(row.get(key))]
     if where == "base_input":
         reference, tolerance = prompt + row["canonical_solution"], float(row.get("atol") or 0) or 1e-6
@@ -124,8 +128,18 @@ def _read(where: str, row: Mapping[str, Any]) -> CodeTests:
     in_text = isinstance(pairs[0][0], str)
     if in_text:  # one JSON value in each line
         pairs = [([_json(line) for line in a.split("\n") if line.strip()], _json(b)) for a, b in pairs]
+    if wrong := [given for given, _ in pairs if not isinstance(given, list)]:
+        raise ValueError(f"the input {wrong[0]!r:.80} of {name} must be a list of arguments")
     inputs, outputs = ([*map(packed, values)] for values in zip(*pairs, strict=True))
     return CodeTests(inputs=inputs, outputs=outputs, name=name, is_wrapped=not in_text, **rest)
+
+
+def _code(prompt: Any) -> str:
+    """Returns a prompt that is code, possibly without the body of its last function. For a question, returns an empty text."""
+    for end in ("", "\n    pass"):
+        with suppress(SyntaxError, TypeError):
+            return prompt if ast.parse(prompt + end) else ""
+    return ""
 
 
 def _listed(value: Any) -> list[Any]:

@@ -6,10 +6,8 @@ from collections.abc import Collection
 _OPEN = r"(?:<(?i:think|thinking|thought)>|\[THINK\]|<\|channel>thought)"
 _CLOSE = r"(?:</(?i:think|thinking|thought)>|\[/THINK\]|<channel\|>)"
 _CALL = r'<tool_call>(?:\s*\{(?:"(?:\\.|[^"\\])*+"|[^"<\\])*+|(?:(?!</?tool_call>).)*+)</tool_call>|\bto=[\w.-]++<\|channel\|>'
-_CHANNEL, _MESSAGE = (
-    r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>",
-    r"\s*+(?:<\|constrain\|>)?\w*+\s*+<\|message\|>",
-)
+_CHANNEL = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
+_MESSAGE = r"\s*+(?:<\|constrain\|>)?\w*+\s*+<\|message\|>"
 _PAIR = rf"{_OPEN}.*?(?:{_CLOSE}|\Z)|{_CHANNEL}analysis{_MESSAGE}.*?(?:<\|end\|>|\Z)|{_CHANNEL}(?:final|commentary){_MESSAGE}"
 _MARKED = re.compile(rf"(?P<call>{_CALL})|(?P<pair>{_PAIR})|{_CLOSE}", re.DOTALL)
 _MAY_BE_MARKED = re.compile(r"[<\[]/?[Tt]|<\|?channel")

@@ -181,6 +181,22 @@ def test_formats_of_datasets():
     )
 
 
+def test_a_question_is_not_code_and_tests_may_be_plain_asserts():
+    """The prompt of HumanEval is code that precedes the response. The prompt of other rows is a question, as text or as messages."""
+    check_, plain = "def check(candidate):\n    assert candidate(1, 2) == 3", "assert add(1, 2) == 3"
+    right, begun = "def add(a, b):\n    return a + b", 'def add(a, b):\n    """Adds."""\n'
+    message = [{"role": "user", "content": "Add two numbers."}]
+    prompts = [("Add two numbers.", right), (message, right), (begun, right), (begun, "    return a + b")]
+    graded = [
+        (source, {"test": test, "prompt": prompt, "entry_point": "add"})
+        for test in (check_, plain)
+        for prompt, source in prompts
+    ]
+    check([case(str(row), "passed", fenced(source), row=row) for source, row in graded])
+    wrong = [(source.replace("+", "-"), row) for source, row in graded]
+    check([case(str(row), "wrong_answer", fenced(source), row=row) for source, row in wrong])
+
+
 def attacks(folder, port):
     """Grades functions as calls and as asserts."""
     for row in rows("attacks"):
@@ -450,6 +466,14 @@ def test_tests_that_cannot_run_are_no_verdict():
         (
             {"public_tests": {"input": ["1"], "output": ["1"]}, "input_file": "a.txt"},
             "only standard input is supported",
+        ),
+        (
+            {"input_output": {"fn_name": "f", "inputs": [{"a": 1}], "outputs": [1]}},
+            r"\{'a': 1\} of f must be a list",
+        ),
+        (
+            {"input_output": {"fn_name": "f", "inputs": [[1], 2], "outputs": [1, 2]}},
+            "the input 2 of f must be a list",
         ),
         ({"ground_truth": "eJwrSS0uAQAEXQHB"}, "neither JSON nor compressed JSON"),
     ],

@@ -47,9 +47,7 @@ class SkyRLEpisode:
 
     async def step(self, turn: Turn) -> Step:
         """Returns the answer to a turn. Raises ValueError if the environment rewrites the turn, or gives no observation before the end."""
-        action = (
-            turn.text + turn.stop_text
-        )  # SkyRL keeps stop strings, such as `</search>`, which environments look for
+        action = turn.text + turn.stop_text  # as in SkyRL, whose environments look for stop strings
         result = await asyncio.to_thread(self._instance.step, action)
         if result.get("postprocessed_action") not in (None, action):
             raise ValueError("a postprocessed_action was returned, but sampled tokens cannot be rewritten")

@@ -76,11 +76,8 @@ class TrlEpisode(ToolEpisode):
     async def step(self, turn: Turn) -> Step:
         """Returns the results of the turn's tool calls. If there are no calls, ends the episode."""
         parsed = tool_calls(turn.marked_text or turn.text, self.tools.schemas)
-        calls = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in parsed
-            if isinstance(call, ToolCall)
-        ]
+        made = [{"name": c.name, "arguments": c.arguments} for c in parsed if isinstance(c, ToolCall)]
+        calls = [{"type": "function", "function": function} for function in made]
         fields = {"tool_calls": calls} if calls else {}
         self.answers.append({"role": "assistant", "content": turn.text, **fields})
         self.tokens += turn.tokens.tolist()

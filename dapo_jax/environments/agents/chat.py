@@ -63,8 +63,8 @@ class ChatRequest:
             raise RequestError(f"messages: {error!s:.1000}") from error
         self.keys = (_digest(self.tools), *map(_key, messages))
         """The key of the tools, and of each message. Messages with equal keys are the same message."""
-        calls = [call for message in messages for call in message.get("tool_calls", ())]
-        self.called = {str(call.get("id")): call["function"]["name"] for call in calls}
+        made = [call for message in messages for call in message.get("tool_calls", ())]
+        self.called = {str(call.get("id")): call["function"]["name"] for call in made}
         """The names of the called functions, by the ids of the calls."""
         self.digest = _digest(fields)
         """Requests with equal bodies have equal digests."""
@@ -124,9 +124,7 @@ class Answer:
             thoughts = marked.rstrip().removesuffix(said).strip()
             thoughts = thoughts.removeprefix("<think>").removesuffix("</think>").strip()
             self.message["reasoning_content"] = thoughts
-        if len({*ids, ""}) <= len(
-            ids
-        ):  # The model wrote no ids, or the same twice. Mistral's templates require nine letters and digits.
+        if len({*ids, ""}) <= len(ids):  # Mistral's templates require nine letters or digits
             ids = [f"call{turn.number:04}{n:x}" for n in range(len(ids))]
         self.calls: list[dict[str, Any]] = [
             {"id": name, "type": "function", "function": {**function, "arguments": json.dumps(function["arguments"])}}
