@@ -38,10 +38,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def consensus_answers(group: Group) -> list[str]:
     """Returns the most frequent extracted answer, or several answers if they are equally frequent, in the order of their first occurrence.
 
-    Responses without an answer do not vote, so without any answer the list is empty. Answers are compared as strings: 1/2 and 0.5 are
+    Responses without an answer, or with an empty one, do not vote, so without any answer the list is empty. Answers are compared as strings: 1/2 and 0.5 are
     different votes, even if the grader accepts both.
     """
-    return multimode(r.verdict.extracted for r in group.rollouts if r.verdict.extracted is not None)
+    return multimode(r.verdict.extracted for r in group.rollouts if r.verdict.extracted)
 
 
 def consensus(group: Group) -> float:
@@ -87,7 +87,7 @@ def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
         raise ValueError(f"evaluation needs groups of the same size, got sizes {sorted(sizes)}")
     problems = [problem_scores(group) for group in groups]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    voted = any(rollout.verdict.extracted is not None for rollout in rollouts)
+    voted = any(rollout.verdict.extracted for rollout in rollouts)
     keys = [key for key in problems[0] if voted or not key.startswith("cons@")]
     per_problem = {key: [scores[key] for scores in problems] for key in keys}
     metrics = {

@@ -248,6 +248,13 @@ def test_an_unknown_argument_is_answered_with_a_remedy(arguments, hint, capsys):
     assert "key=value" not in output.splitlines()[-1]  # optional, although argparse lists it as missing
 
 
+def test_a_split_without_its_dataset_is_refused_by_name(capsys):
+    assert main(["eval", "shipped:quickstart", "--split", "train"]) == 2
+    assert re.search(
+        r"--split: found 'train', needs --data or --path.*data\.eval_split", capsys.readouterr().err
+    )
+
+
 ESCAPE = {"prompt": "\x1b[2J\x1b]0;owned\x07\u202e1+1", "answer": "2\x9b31m"}
 
 

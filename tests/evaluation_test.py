@@ -67,6 +67,8 @@ def test_equal_numbers_with_different_texts_are_different_votes():
     assert consensus(group) == 0.5
     assert consensus_answers(make_group([None, "7", None])) == ["7"]
     assert consensus_answers(make_group([None])) == []
+    # An empty answer, such as the content of an empty box, is no vote.
+    assert consensus_answers(make_group(["", "7", ""])) == ["7"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from dapo_jax.cli.arguments import (
     printable,
 )
 from dapo_jax.config import ConfigError
+from dapo_jax.config.keys import refuse
 from dapo_jax.terminal import visible
 
 API_KEY = "DAPO_JAX_API_KEY"
@@ -100,7 +101,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
     values = {name: value for name, value in vars(arguments).items() if value is not None}
     overrides = [f"{key}={values[name]}" for name, key in SHORT.items() if name in values]
     named = {"data": "source", "path": "path", "split": "split"}
-    if dataset := {key: values[name] for name, key in named.items() if name in values}:
+    dataset = {key: values[name] for name, key in named.items() if name in values}
+    if dataset.keys() == {"split"}:
+        needs = "--data or --path, or the key data.eval_split without eval.datasets"
+        refuse("--split", arguments.split, needs, "name the dataset that has the split")
+    if dataset:
         overrides.append(f"eval.datasets=[{json.dumps({'source': 'jsonl', **dataset})}]")
     overrides += ["data.chat=true"] * arguments.chat + arguments.overrides
     evaluation = evaluate(arguments.model, arguments.config, overrides=overrides, keep=arguments.keep)

@@ -60,26 +60,19 @@ def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence
     Raises:
         ConfigError: as in `load_config`.
     """
-    loaded = _load(path, overrides, (EvaluateConfig, TrainConfig, SftConfig))
-    if any(override.startswith("sampling.temperature=") for override in overrides):
-        _check_temperature(loaded)
-    return evaluation_of(loaded)
+    return evaluation_of(_load(path, overrides, (EvaluateConfig, TrainConfig, SftConfig)), overrides)
 
 
-def evaluation_of(config: AnyConfig) -> EvaluateConfig:
-    """Returns the configuration that a run with `config` uses for its own evaluations. Raises ConfigError if nothing would use `sampling.temperature`."""
-    if not isinstance(config, TrainConfig):
-        _check_temperature(config)
+def evaluation_of(config: AnyConfig, overrides: Sequence[str] = ()) -> EvaluateConfig:
+    """Returns the configuration that a run with `config` uses for its own evaluations. Raises ConfigError for a `sampling.temperature` that nothing would use."""
+    asked = any(override.startswith("sampling.temperature=") for override in overrides)
+    if (asked or not isinstance(config, TrainConfig)) and config.sampling.temperature != 1:
+        config.refuse("sampling.temperature", "1 without training", "set eval.temperature")
     if isinstance(config, EvaluateConfig):
         return config
     names = {field.name for field in dataclasses.fields(EvaluateConfig)} - {"compute_dtype"}
     shared = {name: value for name, value in vars(config).items() if name in names}
     return EvaluateConfig(compute_dtype=config.model.compute_dtype, **shared)
-
-
-def _check_temperature(config: AnyConfig) -> None:
-    if config.sampling.temperature != 1:
-        config.refuse("sampling.temperature", "1 without training", "set eval.temperature")
 
 
 def to_yaml(config: AnyConfig) -> str:

@@ -297,9 +297,9 @@ class GroupSampling:
         return join
 
     def worker_metrics(self) -> dict[str, float | int]:
-        """Returns the metrics of the sample workers in the last step. Empty without sample workers."""
+        """Returns the metrics of the sample workers in the last step. Without sample workers, it is empty, or the speed if nothing was sampled."""
         if self._workers is None:
-            return {}
+            return {"speed/sampled_tokens_per_s": 0.0} if self._config.rollout.saved else {}
         return {**self._workers.metrics(), "cluster/rounds_wait_s": self._waited_s}
 
     def _begin(self, weights: PyTree, collector: Collector) -> Rounds:

@@ -116,6 +116,7 @@ def test_saved_responses_are_trained_on_in_the_order_of_the_file(saved, reading,
                 assert row[name] == expected[name]
             assert row["spans"] == [[0, 0]]
     assert [line["rollout/age_max"] for line in found.metrics] == [0, 1]
+    assert [line["speed/sampled_tokens_per_s"] for line in found.metrics] == [0.0, 0.0]
     part = reading(steps=1)
     run_micro(part, prompts=saved, reward=never)
     again = run_micro(reading(part.run_dir), prompts=saved, reward=never, resume=True)
