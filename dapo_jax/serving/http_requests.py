@@ -153,7 +153,7 @@ def _request(
         raise RequestError(str(error)) from error
     key = None if options.seed is None else _seeded_key(options.seed)
     sampling = OwnOptions(decoding=decoding, key=key, stop=strings.find if stop or ids else None)
-    others |= {"options": sampling, "stop": stop}
+    others |= {"options": sampling, "stop": (stop, ids)}
     return limits.request(prompt, max_tokens, count=options.n, named=named, **others)
 
 

@@ -139,7 +139,7 @@ class ChatAnswer(GenerateAnswer):
         name = f"chatcmpl-{uuid.uuid4().hex}"
         self._head = {"id": name, "created": int(time.time()), "model": limits.model}
         self._prompt = {"prompt_token_ids": request.prompt.tolist()} if request.return_token_ids else {}
-        self._texts = [GrowingText(limits.tokenizer, request.stop) for _ in range(request.count)]
+        self._texts = [GrowingText(limits.tokenizer, *request.stop) for _ in range(request.count)]
 
     def whole(self) -> dict[str, Any]:
         """Returns the complete answer. Every response must have ended."""
@@ -194,8 +194,8 @@ class CompletionAnswer(GenerateAnswer):
 
     def _choice(self, new: NewTokens) -> dict[str, Any]:
         # A stop string ends the response, but not the prompt before it.
-        stop = () if self._request.echo else self._request.stop
-        text = GrowingText(self._tokenizer, stop).add(new.record.ids.tolist(), last=True)
+        stop, ids = ((), ()) if self._request.echo else self._request.stop
+        text = GrowingText(self._tokenizer, stop, ids).add(new.record.ids.tolist(), last=True)
         return {"text": text, "logprobs": self._table(new)}
 
     def _table(self, new: NewTokens) -> dict[str, Any] | None:

@@ -32,8 +32,8 @@ class CheckedRequest:
     """Number of responses to sample for the prompt."""
     options: OwnOptions
     """The request's own sampling options. If they contain no PRNG key, repeating the request samples different responses."""
-    stop: tuple[str, ...] = ()
-    """The stop strings, which are not included in the returned text."""
+    stop: tuple[tuple[str, ...], Sequence[int]] = (), ()
+    """The stop strings and the stop ids, which are not included in the returned text."""
     logprobs: bool = False
     top_logprobs: int = 0
     """Number of most probable tokens to return at each position, with their log-probabilities."""

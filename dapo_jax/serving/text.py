@@ -15,15 +15,15 @@ def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 class GrowingText:
-    """The text of a response that arrives in blocks of tokens, up to its first stop string.
+    """The text of a response that arrives in blocks of tokens, up to its first stop string or stop id.
 
     A token may be part of a character, and some tokenizers decode a token differently at the start of a text. Therefore each block is decoded
     together with the previous block. Incomplete characters, and text that may be the beginning of a stop string, are held back. With byte fallback,
     one incomplete character makes all bytes next to it invalid.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._stop = StopStrings(tokenizer, stop)
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), ids: Sequence[int] = ()) -> None:
+        self._stop = StopStrings(tokenizer, stop, ids)
         self._held = max(map(len, stop), default=1) - 1
         self._window: list[int] = []
         """Tokens to decode next: a few tokens that end with a complete character, and all tokens after them."""

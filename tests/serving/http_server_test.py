@@ -222,6 +222,8 @@ def test_stop_tokens_and_stop_strings_end_a_response(address):
     [cut] = generate(address, PROMPTS[4], seed=seed, stop_token_ids=[ids[5], ids[3]])
     first = 1 + min(ids.index(ids[5]), ids.index(ids[3]))
     assert (cut["token_ids"], cut["finish_reason"]) == (ids[:first], "stop")
+    [cut] = completions(address, PROMPTS[4], seed=seed, stop_token_ids=[ids[5], ids[3]])["choices"]
+    assert cut["text"] == TOKENIZER.decode(np.array(ids[: first - 1], np.int32)), "as vLLM returns it"
     text = TOKENIZER.decode(np.array(ids[:6], np.int32))
     string = next(piece for at in range(1, len(text) - 1) if "\ufffd" not in (piece := text[at : at + 2]))
     place = StopStrings(TOKENIZER, [string]).find(np.array(ids, np.int32), 0)

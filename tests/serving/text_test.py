@@ -84,6 +84,17 @@ def test_the_text_ends_before_a_stop_string_with_a_special_token(strings, parts,
     assert "".join(grown(MERGED, pieces, strings)) == text
 
 
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_the_text_ends_before_a_stop_id(size):
+    """The tokens are bytes, and a stop string comes first in the second response."""
+    ids = ByteTokenizer().encode("ab.cd").tolist()
+    for stop, text in ((), "ab."), (("b.",), "a"):
+        growing = GrowingText(ByteTokenizer(), stop, ids[3:4])
+        blocks = [ids[at : at + size] for at in range(0, len(ids), size)]
+        shown = [growing.add(block, last=block is blocks[-1]) for block in blocks]
+        assert "".join(shown) == text
+
+
 def test_ids_outside_the_tokenizers_vocabulary_are_left_out():
     """Many models have a larger vocabulary than their tokenizer."""
     assert decoded(CharTokenizer("ab"), [2, 99, 3, -1]) == "ab"
