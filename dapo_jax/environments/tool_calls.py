@@ -69,7 +69,7 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolC
         tools: the schemas of the tools. They give the types of values that are not JSON, and the names with which calls of GLM 4 begin.
 
     >>> tool_calls('{"name": "add", "parameters": {"a": 1}}')
-    [ToolCall(name='add', arguments={'a': 1})]
+    [ToolCall(name='add', arguments={'a': 1}, id='')]
     """
     answer, at = without_thoughts(text).strip(), 0
     known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}

@@ -270,9 +270,9 @@ def test_the_wait_for_the_previous_save_is_time_for_checkpoints(micro, run_micro
     """A search for the best score waits for the save that is under way, here for half a second after each evaluation."""
     best = Checkpointer.best
 
-    def slow(self):
+    def slow(self, measure):
         time.sleep(0.5)
-        return best(self)
+        return best(self, measure)
 
     monkeypatch.setattr(Checkpointer, "best", slow)
     lines = run_micro(micro(steps=2, eval__every_steps=1), eval_rows=rows).metrics

@@ -124,10 +124,10 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|")
     for model in MODELS:
-        if f"{model} sampled" not in problems:
-            continue
         cells, changes, tokens = [], [], []
         for way in WAYS:
+            if f"{model} {way}" not in problems:
+                continue
             scores, base = (problems[f"{name} {way}"].astype(float) for name in (model, "warm_start"))
             cells.append(interval(scores))
             changes.append(interval(scores - base))
