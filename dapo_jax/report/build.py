@@ -3,6 +3,7 @@
 import html
 import importlib
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,8 +175,13 @@ def _draw(axis: Any, panel: Panel, names: Sequence[str], tables: Sequence[Table]
         for index, series in enumerate(shown):
             colour = COLOURS[number if several else index % len(COLOURS)]
             dash = _DASHES[index % len(_DASHES)] if several else "-"
-            label = f"{name}: {series.label}" if several else series.label
-            _line(axis, table, series.key, label, colour, dash, band=series.band)
+            _line(axis, table, series.key, "" if several else series.label, colour, dash, band=series.band)
+    if several and not panel.stacked:
+        keys = [{"color": colour, "label": name} for colour, name in zip(COLOURS, names, strict=False)]
+        for series, dash in zip(shown, itertools.cycle(_DASHES), strict=False):
+            keys += [{"color": "black", "linestyle": dash, "label": series.label}] if shown[1:] else []
+        for key in keys:
+            axis.plot([], [], linewidth=1.3, **key)
     axis.set_title(panel.title, fontsize=9, loc="left", fontweight="bold")
     axis.set_ylabel("" if panel.unit == "share" else panel.unit, fontsize=8)
     axis.set_xlabel("step", fontsize=8)
@@ -187,8 +193,8 @@ def _draw(axis: Any, panel: Panel, names: Sequence[str], tables: Sequence[Table]
         axis.set_yscale("log")
     if panel.unit == "share":
         axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-    if len(axis.get_legend_handles_labels()[1]) > 1:
-        axis.legend(fontsize=6.5, framealpha=0.7)
+    if (labels := len(axis.get_legend_handles_labels()[1])) > 1:
+        axis.legend(fontsize=6.5, framealpha=0.7, ncols=math.ceil(labels / 10)).set_in_layout(False)
 
 
 def _line(axis: Any, table: Table, key: str, label: str, colour: str, dash: Any, *, band: str = "") -> None:

@@ -29,6 +29,23 @@ def test_every_panel_is_a_png_and_all_are_on_one_sheet(few, tmp_path):
         assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in written)
 
 
+def test_a_legend_with_many_entries_leaves_the_curves_their_room(tmp_path, monkeypatch):
+    """Each run has a colour, and each of the 14 parameters a line style. 28 entries, one for each line, were taller than the figure."""
+    figure = pytest.importorskip("matplotlib.figure", reason="needs the extra report").Figure
+    names, drawn, save = [f"part_{number}" for number in range(14)], list[object](), figure.savefig
+    runs = [
+        write_metrics(tmp_path / run, *[{"step": step, **{f"update/ratio/{name}": 0.1 for name in names}} for step in (1, 2)])
+        for run in ("one", "two")
+    ]  # fmt: skip
+    monkeypatch.setattr(
+        figure, "savefig", lambda self, *args, **more: (save(self, *args, **more), drawn.append(self))
+    )
+    report(*runs).save_figures(tmp_path / "png")
+    axes = [axis for each in drawn for axis in each.axes]
+    assert {text.get_text() for text in axes[0].get_legend().texts} == {"one", "two", *names}
+    assert all(axis.get_position().height > 0.5 for axis in axes)
+
+
 def test_a_missing_matplotlib_is_an_error_with_a_remedy(few, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[report\]'"):
