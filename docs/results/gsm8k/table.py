@@ -2,7 +2,7 @@
 
 `python docs/results/gsm8k/table.py RUNS` first stores the data of new runs. RUNS contains `eval_MODEL_greedy` and `eval_MODEL_sampled`, which `dapo-jax eval --keep`
 wrote, and the run folders `run_MODEL`. `problems.csv` has a row for each test problem: the share of correct responses of each model, and their mean number of tokens.
-`steps.csv` has a row for each training step. `responses.md` has the greedy responses of the warm start and of DAPO (seed 0) to the first 20 test problems.
+`steps.csv` has a row for each training step. `responses.txt` has the greedy responses of the warm start and of DAPO (seed 0) to the first 20 test problems.
 """
 
 import csv
@@ -22,8 +22,8 @@ HERE = Path(__file__).parent
 MODELS = ("warm_start", "dapo_0", "dapo_1", "all_groups", "grpo")
 WAYS = ("greedy", "sampled")
 METRICS = (
-    "rollout/accuracy", "rollout/mixed_frac", "rollout/prompts", "rollout/response_tokens", "rollout/truncated_frac", "policy/entropy",
-    "sync/logprob_diff_max", "update/grad_norm", "time/step_s",
+    "rollout/accuracy", "rollout/mixed_frac", "rollout/prompts", "rollout/response_tokens", "rollout/truncated_frac", "rollout/trained_accuracy",
+    "policy/entropy", "update/grad_norm", "time/step_s",
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def store(runs: Path) -> None:
         name: [value for run, value in zip(steps["run"], column, strict=True) if run in kept]
         for name, column in steps.items()
     }
-    for model in set(MODELS) - set(kept):
+    for model in (model for model in MODELS if model not in kept):
         for line in map(json.loads, (runs / f"run_{model}" / "metrics.jsonl").read_text().splitlines()):
             if "rollout/prompts" in line:
                 row = {"run": model, "step": line["step"]}
@@ -71,22 +71,22 @@ def store(runs: Path) -> None:
         before, after = (
             [json.loads(line) for line in files[-1].read_text().splitlines()] for files in answered
         )
-        (HERE / "responses.md").write_text("\n\n".join(pages(before, after)) + "\n")
+        (HERE / "responses.txt").write_text("\n\n".join(pages(before, after)) + "\n")
 
 
 def pages(before: list[dict], after: list[dict]) -> Iterator[str]:
     """Yields a title, and for each of the first 20 problems its text and the two responses."""
-    yield "# Greedy responses to the first 20 test problems"
+    yield "Greedy responses to the first 20 test problems"
     for number in range(20):
         rows = [next(row for row in model if row["ordinal"] == number) for model in (before, after)]
-        yield f"## Problem {number + 1}"
+        yield f"Problem {number + 1}"
         yield block(f"{rows[0]['row']['question']}\n\nAnswer: {rows[0]['answer']}")
         for name, row in zip(("Warm start", "DAPO"), rows, strict=True):
             yield f"{name}, {'correct' if row['correct'] else 'wrong'}:\n\n{block(row['response'])}"
 
 
 def block(text: str) -> str:
-    """Returns the text as a block of code, with lines of at most 100 characters."""
+    """Returns the text in indented lines of at most 100 characters."""
     lines = (part for line in text.splitlines() for part in textwrap.wrap(line, 100) or [""])
     return "\n".join(f"    {line}".rstrip() for line in lines)
 
@@ -108,7 +108,7 @@ def draw(steps: dict[str, np.ndarray]) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
+    axes[1, 1].legend(fontsize=8, ncols=2)
     for axis in axes[1]:
         axis.set_xlabel("step")
     figure.savefig(HERE / "curves.png", dpi=110)
@@ -127,6 +127,8 @@ def main() -> None:
         cells, changes, tokens = [], [], []
         for way in WAYS:
             if f"{model} {way}" not in problems:
+                cells.append("")
+                changes.append("")
                 continue
             scores, base = (problems[f"{name} {way}"].astype(float) for name in (model, "warm_start"))
             cells.append(interval(scores))
@@ -134,7 +136,27 @@ def main() -> None:
             tokens.append(f"{problems[f'{model} {way} tokens'].astype(float).mean():.0f}")
         print(f"| {model} | {' | '.join(cells + changes)} | {', '.join(tokens)} |")
     if (HERE / "steps.csv").exists():
-        draw(read("steps.csv"))
+        steps = read("steps.csv")
+        print(
+            "\n| run | sampled prompts | correct responses in updates | steps without a gradient | minutes |",
+            end="",
+        )
+        print(" correct | cut off | tokens |\n|---|---|---|---|---|---|---|---|")
+        for run in dict.fromkeys(steps["run"]):
+            print(f"| {run} | {' | '.join(training(steps, run))} |")
+        draw(steps)
+
+
+def training(steps: dict[str, np.ndarray], run: str) -> Iterator[str]:
+    """Yields the cells of a run: sums over its steps, then means over the first and the last five steps with rollouts."""
+    rows = {name: column[steps["run"] == run] for name, column in steps.items()}
+    yield f"{rows['rollout/prompts'].astype(float).sum():.0f}"
+    yield f"{32 * rows['rollout/trained_accuracy'].astype(float).sum():.0f}"  # 4 groups of 8 responses
+    yield f"{(rows['update/grad_norm'].astype(float) == 0).sum()}"
+    yield f"{rows['time/step_s'].astype(float).sum() / 60:.0f}"
+    for name in ("rollout/accuracy", "rollout/truncated_frac", "rollout/response_tokens"):
+        values = rows[name][rows[name] != ""].astype(float)
+        yield " to ".join(f"{part.mean():.3g}" for part in (values[:5], values[-5:]))
 
 
 def interval(values: np.ndarray) -> str:
