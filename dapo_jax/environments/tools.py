@@ -45,6 +45,7 @@ class Tools:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two tools are named {twice[0]!r}; tool names must be unique")
         self.known = dict(zip(names, zip(functions, self.schemas, strict=True), strict=True))
+        """For each name of a tool, its function and its schema."""
         self._most_characters, self._timeout_s = most_characters, timeout_s
 
     async def result(self, call: ToolCall | BrokenCall) -> tuple[str, bool]:
