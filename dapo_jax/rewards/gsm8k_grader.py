@@ -24,12 +24,12 @@ from dapo_jax.rewards.numerals import (
 from dapo_jax.text.thoughts import without_thoughts
 
 _MARK = "####"
-_PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|[^\s=<>.,;:!?#|\"'`~])|(?<=[0-9])[eE][-+]?(?=[0-9]))"
+_PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|(?<=[0-9])'(?=[0-9])|[^\s=<>.,;:!?#|\"'`~])|(?<=[0-9])[eE][-+]?(?=[0-9]))"
 _RUN = re.compile(rf"{_PIECE}+(?: {_PIECE}+)*")
 """Matches a run: digits and all characters joined to them. `3-5`, `1/2` and `1 000` are one run each, but `48 = 48` is two runs."""
 _CHANGED_BEFORE = re.compile(
     r"(?:(?i:\b(?:not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above|under"
-    r"|except|without|odd|even|(?:divid|multipli)ed by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|\w+ths?) of)"
+    r"|except|without|odd|even|(?:divid|multipli)ed by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|half|halves|thirds?|quarters?|\w+ths?) of)"
     r"|n['\u2019]t)\s*|(?<![A-Za-z])[A-Za-zπ]|(?<![<>])[<>≤≥]\s*)\Z"
 )
 _CHANGED_AFTER = re.compile(
@@ -104,12 +104,10 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     """Returns the last run (see `_RUN`) and its value. Instead of a value, returns None if the run is not a number or, with `alone`, not the only run."""
     if text.isascii() and text.strip().isdigit():  # for speed
         return text.strip(), value(text.strip())
-    text = re.sub(
-        r"(?<=[0-9])\s*[xX]\s*(?=[0-9])",
-        "*",
-        _WRAPPER.sub(" ", _TAG.sub(" ", in_digits(joined_thousands(plain(text))))),
-    )
-    text = re.sub(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2", text)
+    text = _WRAPPER.sub(" ", _TAG.sub(" ", in_digits(joined_thousands(plain(text)))))
+    text = re.sub(r"(?<=[0-9])\s*(?:[xX]|\\times|\\cdot)\s*(?=[0-9])", "*", text)
+    text = re.sub(r"(?<=[0-9])\s*\*\s*10\s*\^\s*(\{)?([-+]?[0-9]+)(?(1)\})(?!\.?[0-9])", r"e\2", text)
+    text = re.sub(r"\\[dtc]?frac(?:\{([0-9]+)\}|\s*([0-9]))(?:\{([0-9]+)\}|\s*([0-9]))", r" \1\2/\3\4", text)
     text = _WORKED_OUT.sub("", text) if alone else text
     runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
     if not runs:

@@ -24,13 +24,12 @@ _POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13
 
 
 def same_meaning(gold: ReadAnswer, answer: ReadAnswer) -> bool:
-    """Returns whether two answers have the same meaning. If only one is a percentage such as 50%, it equals both 50 and 1/2."""
+    """Returns whether two answers have the same meaning. If only one is a percentage such as 50%, it equals both 50 and 1/2. An angle of 30° equals both 30 and pi/6."""
     compare = _Comparison(gold.decimals | answer.decimals).equal
     same = compare(gold.value, answer.value)
-    if same or gold.percent == answer.percent:
+    if same or gold.scale == answer.scale:
         return same
-    percentage, other = (gold.value, answer.value) if gold.percent else (answer.value, gold.value)
-    return compare(scaled(percentage, sympy.Rational(1, 100)), other)
+    return compare(scaled(gold.value, gold.scale), scaled(answer.value, answer.scale))
 
 
 class _Comparison(NamedTuple):

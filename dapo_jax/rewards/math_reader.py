@@ -8,7 +8,7 @@ The notations below are supported. An answer with any other word, sign or notati
 * `=`, `\approx` and inequalities; intervals (also `]0,1[`), tuples, sets, unions, differences of sets, lists, ratios, matrices with a factor.
 
 Wrappers (`$`, `\boxed`, `\left`), the words in `numerals.py`, units (words, `\text{}`, degrees, currencies) and punctuation are ignored.
-A percentage such as 50% is parsed as 50, and the comparison also accepts 1/2 for it. A comma is a decimal comma only after four or more digits and
+A percentage such as 50% is parsed as 50, and the comparison also accepts 1/2 for it, as pi/6 for 30 degrees. A comma is a decimal comma only after four or more digits and
 before one or two, as in `1000,99`. Two or three capitals, as in `AB = 5`, are a name, not a product.
 
 Notations that are ambiguous out of context are not supported: number bases (`2516_8`), other overlines, lists with dots, primes except in names (`f'(x) =`),
@@ -49,11 +49,11 @@ class Relation(NamedTuple):
 
 
 class ReadAnswer(NamedTuple):
-    """The parsed meaning of a text. `decimals` maps each decimal with at least six significant digits to the place value of its last digit.
-    `undone` is True if a sum, product or quotient of numbers is left to be worked out, as in 17*23."""
+    """The parsed meaning of a text. `scale` is 1/100 for a percentage, pi/180 for degrees, and otherwise 1. `decimals` maps each decimal with at least six
+    significant digits to the place value of its last digit. `undone` is True if a sum, product or quotient of numbers is left to be worked out, as in 17*23."""
 
     value: Any
-    percent: bool
+    scale: Any
     decimals: dict[Any, Any]
     undone: bool
 
@@ -78,6 +78,7 @@ _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}[,.]?\s+[A-Za-z]{2,}")
 _BARE = re.compile(rf"(?:\\[A-Za-z]+|[§A-Za-z]_\{{\w+\}})|{WORD.pattern}")
 _DECIMAL_COMMA = "([0-9]{4,}),([0-9]{1,2})(?![0-9.,])"
 """A comma after four or more digits and before one or two, which cannot separate thousands, is a decimal comma."""
+_SCALES = {"%": sympy.Rational(1, 100), r"°(?!\s*[CF])": sympy.pi / 180}
 _DEGREES = r"°\s*[CF]?(?=\s*(?:[,;)\]\2=≈%]|\\\}|$))"
 _FACTOR = r"[A-Za-zπ§({√]|\\(?!\}|rangle|rfloor|rceil)|(?:(?<=[A-Za-z)}!])|(?<=[A-Za-z)}!]\s))[0-9]+\s*\^"
 """Matches the start of a factor without a sign before it. A number must have an exponent, as in 2^n3^m."""
@@ -107,20 +108,20 @@ _CONSTANTS = {"π": sympy.pi, "\u211d": Several("(", (-sympy.oo, sympy.oo), ")")
 def read(text: str) -> ReadAnswer | None:
     """Parses the text. Returns None if it cannot be parsed as a whole."""
     if text.isascii() and text.isdigit():  # for speed
-        return ReadAnswer(sympy.Rational(*numerals.value(text).as_integer_ratio()), False, {}, False)
+        return ReadAnswer(sympy.Rational(*numerals.value(text).as_integer_ratio()), sympy.S.One, {}, False)
     if re.search("[\0-\5§]", text):  # this module uses these characters as placeholders
         return None
     try:
-        core, percent = _core(simplified(text))
+        core, scale = _core(simplified(text))
         reader = _FormulaParser(core)
         value = reader.statement()
-        return ReadAnswer(value, percent, reader.decimals, reader.undone)
+        return ReadAnswer(value, scale, reader.decimals, reader.undone)
     except (RecursionError, ArithmeticError, TypeError, ValueError):
         return None
 
 
-def _core(text: str) -> tuple[str, bool]:
-    """Removes words and units from a text. Returns the remaining formula and whether it is a percentage. The text must contain exactly one formula."""
+def _core(text: str) -> tuple[str, Any]:
+    """Removes words and units from a text. Returns the remaining formula and its `ReadAnswer.scale`. The text must contain exactly one formula."""
     text = re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text)
     text = _CONJUNCTION.sub(lambda match: "\2" if match[1] == "or" else ",", text)
     text = re.sub(_FIGURE, lambda match: f"§_{{{''.join(filter(None, match.groups()))}}}", text)
@@ -144,7 +145,10 @@ def _core(text: str) -> tuple[str, bool]:
     core = (core.lstrip("= ") if before else core).removeprefix("≈")
     items = 1 + len(re.findall(r"[;\2]|,(?![0-9]{3}(?![0-9]))", core))
     closer = r"(?:[)\]]|\\\})" if re.match(r"[(\[]|\\\{", core) else ""
-    return re.sub(rf"\s*%(?=\s*(?:[,;\2]|{closer}$))", "", core), core.count("%") == items
+    scale = next(
+        (each for sign, each in _SCALES.items() if len(re.findall(sign, core)) == items), sympy.S.One
+    )
+    return re.sub(rf"\s*%(?=\s*(?:[,;\2]|{closer}$))", "", core), scale
 
 
 def _upright(match: re.Match[str]) -> str:

@@ -103,7 +103,7 @@ def is_word(text: str) -> bool:
 @lru_cache(maxsize=4096)
 def simplified(text: str) -> str:
     """Replaces alternative notations by a single one, and removes currency signs and spacing commands."""
-    text = _INVISIBLE.sub(" ", numerals.plain(text))
+    text = _INVISIBLE.sub(" ", numerals.plain(text)).replace("{:}", ":")
     text = _ALIGNED.sub(
         _in_one_line, re.sub(_INFIX, _prefixed, text) if r"\over" in text or r"\choose" in text else text
     )

@@ -80,7 +80,7 @@ _WORDS = {
 _SIZES = """
     mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre kph kmh|inch inche|foot feet ft|yard yd|mile mi mph;
     mg milligram|g gram|kg kilogram|ounce oz|pound lb|ton tonne;second sec s|minute min|hour hr h|day|week|month|year;
-    ml mL milliliter|l L liter litre|gallon gal|quart|pint|cup;cent ¢|dollar buck \\$|euro €|yen ¥|rupee ₹;deg degree|rad radian"""
+    ml mL milliliter|l L liter litre|gallon gal|quart|pint|cup;cent ¢|dollar buck \\$|euro €|yen ¥|rupee ₹;deg degree circ °|rad radian"""
 _KINDS = {
     word: (kind, size)
     for kind, sizes in enumerate(_SIZES.split(";"))
@@ -89,11 +89,14 @@ _KINDS = {
 }
 
 
-_NAMED = re.compile(r"([A-Za-z]+?)s?\b(?!\s*=)|(\\\$|[¢€¥₹])")
+_NAMED = re.compile(
+    r"(?:\b(square|sq|cubic|cu)\b\.?\s*)?(?:([A-Za-z]+?)s?\b(?!\s*=)|(\\\$|[¢€¥₹°]))(?:[\s}$]*\^\s*\{?([23]))?"
+)
+"""Matches a word or sign that may be a unit, and its power: square or cubic before it, or an exponent after it."""
 
 
 def differ_in_unit(*texts: str) -> bool:
-    """Returns whether two texts name different units of one kind, such as cm and m, or $ and cents. A text may also name no unit."""
+    """Returns whether two texts name different units of one kind, such as cm and m, cm and cm^2, or $ and cents. A text may also name no unit."""
     first, second = map(_units, texts)
     return any(first[kind] != second[kind] for kind in first.keys() & second.keys())
 
@@ -106,10 +109,20 @@ def upright_unit(text: str, other: str) -> str:
     return rf"{text[: unit.start()]}\text{{ {unit[1] or unit[3]}}}{unit[2] or ''}"
 
 
-def _units(text: str) -> dict[int, str]:
-    """Maps each kind of unit in a text to the first name of the unit. A single dollar sign is a unit, but two enclose a formula."""
+def _units(text: str) -> dict[int, tuple[str, str]]:
+    """Maps each kind of unit in a text to the first name and the power of the unit. A single dollar sign is a unit, but two enclose a formula."""
+    text = plain(text)
     text = re.sub(r"(?<!\\)\$", r"\\$", text) if len(re.findall(r"(?<!\\)\$", text)) == 1 else text
-    return dict(filter(None, (_KINDS.get(unit[1] or unit[2]) for unit in _NAMED.finditer(text))))
+    units = dict[int, tuple[str, str]]()
+    for unit in _NAMED.finditer(text):
+        if known := _KINDS.get(unit[2] or unit[3]):
+            # The power of a letter in italics may be the power of a variable.
+            is_unit = len(unit[2] or "") > 1 or re.search(
+                r"\\(?:text|mathrm|mbox)\s*\{[\s~]*\Z", text[: unit.start(2)]
+            )
+            power = unit[4] or {"s": "2", "c": "3"}.get((unit[1] or "")[:1], "")
+            units[known[0]] = known[1], power if is_unit else ""
+    return units
 
 
 def placeholder(word: str) -> str:
