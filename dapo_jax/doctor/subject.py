@@ -1,7 +1,7 @@
 """The configuration that the checks examine, and the model, data and plan that several checks share."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from dapo_jax.config import DataConfig, ModelConfig, TrainConfig
 from dapo_jax.config.keys import prefixed
@@ -13,7 +13,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.plan import Plan, plan
 from dapo_jax.plan.workload import Assumptions
 from dapo_jax.run.prompt_sets import GivenRows, PromptSets, training_prompts, with_template_date
-from dapo_jax.run.sources import description_of, source_of
+from dapo_jax.run.sources import source_of
 from dapo_jax.storage import AnyPath, entries, size_of
 from dapo_jax.text.tokenizers import Tokenizer
 
@@ -43,16 +43,13 @@ class Subject:
         """The model's shapes, tokenizer and folder, the size of its weights in bytes, and the number of its tensors that are not loaded. No weights are downloaded or loaded."""
         model, size, skipped = self.config.model, 0, 0
         with prefixed(f"model.source={model.source!r}"):
-            if model.source.startswith("hf:"):
-                folder, size = look_up(
-                    model.parts.place.removeprefix("hf:"), revision=model.parts.revision or None
-                )
-                return (*description_of(ModelConfig(source=str(folder))), size, skipped)
             source = source_of(model)
-            whole = source.is_whole_run
-            decoder, tokenizer, folder = source.read(partial(description_of, weights=not whole))
-            if whole:
+            parts, on_hub = source.base.parts, source.base.source.startswith("hf:")
+            decoder, tokenizer, folder = source.described(weights=not on_hub)
+            if source.is_whole_run:
                 size = 4 * decoder.parameters  # a checkpoint stores float32
+            elif on_hub:
+                folder, size = look_up(parts.place.removeprefix("hf:"), revision=parts.revision or None)
             elif folder is not None:
                 # Reading the names and shapes detects missing and truncated files.
                 skipped = weights_of(folder, decoder).skipped

@@ -79,6 +79,8 @@ _MEANINGLESS = ("rope_type", "rope_theta", ORIGINAL_LENGTH, "max_position_embedd
 
 def checked(values: Mapping[str, Any], key: str, kind: type, where: object) -> Any:
     """Returns a value of config.json, which must be a boolean or a positive number."""
+    if key not in values:
+        raise ValueError(f"{where} lacks the key {key!r}")
     value = values[key]
     if kind is float and type(value) is int:
         value = float(value)

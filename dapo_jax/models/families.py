@@ -129,7 +129,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": Family(
         architecture="Glm4ForCausalLM", neighbours=True,
         defaults={
-            "rms_norm_eps": 1.5625e-7, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": False, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1.5625e-7, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5,
         },
         switches={"norm_place": "both"},
         tensors={
@@ -365,8 +365,6 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     values |= {key: None for key in _NULLABLE if key in described and described[key] is None}
     sizes = {}
     for ours, key in _fields(family).items():
-        if key not in values:
-            raise ValueError(f"{where} lacks the key {key!r}")
         kind = bool if ours == "tied_embeddings" else float if ours == "norm_eps" else int
         sizes[ours] = checked(values, key, kind, where)
     found: dict[str, Any] = {**family.switches, "wrapped": outer is not described}

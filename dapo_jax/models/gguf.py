@@ -96,7 +96,12 @@ class GgufFile:
         heads, width = self._size("attention.head_count"), self._size("embedding_length")
         head_dim = self._size("attention.key_length", width // heads)
         windowed = self._architecture == "gemma3"
-        needed = {"attention.value_length": head_dim, "rope.dimension_count": head_dim, "expert_count": 0}
+        needed = {
+            "attention.value_length": head_dim,
+            "rope.dimension_count": head_dim,
+            "expert_count": 0,
+            "rope.scale_linear": 1,
+        }
         for key, need in (needed if windowed else needed | {"attention.sliding_window": 0}).items():
             if (found := self._number(key, need)) != need:
                 raise ValueError(

@@ -42,7 +42,7 @@ from dapo_jax.parallel.sharding import read_by_rows, shardings
 from dapo_jax.parallel.together import broadcast_from_first
 from dapo_jax.run.meshes import mesh_of
 from dapo_jax.run.resume_point import CHECKPOINT, check_identity, identity_of, model_files
-from dapo_jax.run.sources import Source, description_of, run_at, source_of
+from dapo_jax.run.sources import Source, run_at, source_of
 from dapo_jax.run.training_pass import for_mesh
 from dapo_jax.storage import AnyPath, file_bytes, in_bucket, path_of
 from dapo_jax.terminal import visible
@@ -146,11 +146,9 @@ def load_policy(
         ConfigError: the preset, shipped model or folder does not exist, the run has no checkpoint, or the adapter does not match `lora`.
     """
     with prefixed(f"{section}.source={model.source!r}"):
-        source = source_of(model, weights=weights)
+        source = source_of(model)
         lora = _adapters(source, lora, model.parts.place)
-        decoder, tokenizer, folder = source.read(
-            partial(description_of, weights=weights and not source.is_whole_run)
-        )
+        decoder, tokenizer, folder = source.described(weights=weights)
         decoder = replace(for_mesh(decoder, *filter(None, (mesh, sampler))), lora=lora)
         decoder = decoder if longest is None else decoder.for_length(longest)
         check_adapters(decoder)

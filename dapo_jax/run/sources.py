@@ -28,6 +28,7 @@ from dapo_jax.models.safetensors_files import A_PICKLE, PICKLED
 from dapo_jax.models.tensors import TensorFile
 from dapo_jax.run.run_dir import checked_folder
 from dapo_jax.storage import AnyPath, check_access, in_bucket, locks, path_of
+from dapo_jax.text.huggingface import TOKENIZER_FILES
 from dapo_jax.text.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, named_tokenizer
 
 _Read = TypeVar("_Read")
@@ -56,11 +57,18 @@ class Source(NamedTuple):
     """The seed of random base weights, if the source is a training run."""
     key: str = ""
     """The file, key and value that specify the base model of an adapter folder, for error messages."""
+    tokenizer: AnyPath | None = None
+    """The adapter folder, if it has a tokenizer, which then replaces the base model's: training may have changed the chat template."""
 
     @property
     def is_whole_run(self) -> bool:
         """Whether all weights are in the checkpoint of a run, so that the weights of `base` are not needed."""
         return self.run is not None and self.adapter is None
+
+    def described(self, *, weights: bool) -> tuple[DecoderConfig, Tokenizer, AnyPath | None]:
+        """Returns the results of `description_of` for this source."""
+        weights = weights and not self.is_whole_run
+        return self.read(partial(description_of, weights=weights, tokenizer=self.tokenizer))
 
     def read(self, read: Callable[[ModelConfig], _Read]) -> _Read:
         """Returns `read(self.base)`. If it raises a ValueError, the message names the adapter's key."""
@@ -72,10 +80,10 @@ class Source(NamedTuple):
             raise ValueError(_no_base(self.key, str(error))) from error
 
 
-def source_of(model: ModelConfig, *, weights: bool = False) -> Source:
+def source_of(model: ModelConfig) -> Source:
     """Resolves `model.source`. A run may have started from another run, so its base model is the model from which the first of these runs started.
-    With `weights`, the weights of an adapter that is on the hub are downloaded. Raises ValueError if the model or the base of an adapter does not exist, the
-    adapter is not supported, or a model has no checkpoint to choose."""
+    An adapter that is on the hub is downloaded. Raises ValueError if the model or the base of an adapter does not exist, the adapter is not supported, or a
+    model has no checkpoint to choose."""
     base, runs = model, list[TrainConfig]()
     while True:
         base, run = _opened(base)
@@ -89,7 +97,7 @@ def source_of(model: ModelConfig, *, weights: bool = False) -> Source:
         raise ValueError(
             f"@{model.parts.checkpoint} needs a training run, whose folder contains `checkpoints`: leave it out, or name a run"
         )
-    source = _of_model(base, weights=weights)
+    source = _of_model(base)
     if not runs:
         return source
     return source._replace(run=runs[0], adapter=lora_of(runs[0].lora), file=None, seed=runs[-1].seed)
@@ -110,13 +118,13 @@ def _opened(model: ModelConfig) -> tuple[ModelConfig, TrainConfig | None]:
     return replace(model, source=str(folder / "model")), None
 
 
-def _of_model(model: ModelConfig, *, weights: bool) -> Source:
+def _of_model(model: ModelConfig) -> Source:
     """Returns the source if it is not a run: an adapter and its base, or a whole model."""
     if model.source.startswith(("preset:", "shipped:")):
         return Source(model)
-    folder = folder_of(model, weights=weights)
-    if not is_adapter(folder):
+    if not is_adapter(folder_of(model, weights=False)):
         return Source(model)
+    folder = folder_of(model, weights=True)
     adapter, file = read_adapter(folder)
     name = adapter.base
     key = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={name!r}"
@@ -128,7 +136,8 @@ def _of_model(model: ModelConfig, *, weights: bool) -> Source:
     source = name if is_source else f"hf:{name}"
     on_hub = source.startswith("hf:") and adapter.revision
     base = replace(model, source=f"{source}@{adapter.revision}" if on_hub else source)
-    return Source(base, adapter.shape, file, key=key)
+    own = folder if (folder / TOKENIZER_FILES[0]).is_file() else None
+    return Source(base, adapter.shape, file, key=key, tokenizer=own)
 
 
 def _no_base(key: str, why: str) -> str:
@@ -194,28 +203,29 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
 
 
 def description_of(
-    model: ModelConfig, *, weights: bool = True
+    model: ModelConfig, *, weights: bool = True, tokenizer: AnyPath | None = None
 ) -> tuple[DecoderConfig, Tokenizer, AnyPath | None]:
     """Returns the decoder configuration, the tokenizer and the model folder. Never reads weights, but downloads them from the hub if `weights` is True.
+    `tokenizer` is the folder of the tokenizer, if it is another one.
 
     For a preset, returns None as the folder, and uses the vocabulary size of the tokenizer. Raises ValueError if the model does not exist, or its configuration
     or tokenizer cannot be read.
     """
     source, _, name = model.source.partition(":")
     if source == "preset":
-        tokenizer = named_tokenizer(model.tokenizer)
-        return replace(preset(name), vocab_size=tokenizer.vocab_size), tokenizer, None
+        named = named_tokenizer(model.tokenizer)
+        return replace(preset(name), vocab_size=named.vocab_size), named, None
     folder = folder_of(model, weights=weights)
-    decoder, tokenizer = read_config(folder), load_tokenizer(folder)
-    check_vocabulary(tokenizer, decoder.vocab_size)
-    return decoder, tokenizer, folder
+    decoder, loaded = read_config(folder), load_tokenizer(tokenizer or folder, folder)
+    check_vocabulary(loaded, decoder.vocab_size)
+    return decoder, loaded, folder
 
 
 def tokenizer_of(model: ModelConfig) -> Tokenizer:
     """Returns the tokenizer of `model.source`, without loading weights. Raises ConfigError if the model does not exist, or its configuration or tokenizer
     cannot be read."""
     with prefixed(f"model.source={model.source!r}"):
-        return source_of(model).read(partial(description_of, weights=False))[1]
+        return source_of(model).described(weights=False)[1]
 
 
 def lora_of(config: LoraConfig) -> LoraShape | None:

@@ -73,18 +73,17 @@ class ServedLimits:
     ) -> CheckedRequest:  # fmt: skip
         """Checks and returns a request. `named` is the name of the field that set `max_tokens`, for error messages. Raises RequestError if the prompt is empty
         or too long, or `max_tokens` or `count` is zero or too large."""
-        if not 0 < len(prompt) <= self.max_prompt_tokens:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; the server accepts 1 to {self.max_prompt_tokens}: shorten it, or serve with a larger --max-prompt-tokens",
-                code="context_length_exceeded" if len(prompt) else "invalid_value",
-            )
-        for name, value, most, remedy in (
-            (named, max_tokens, self.max_response_tokens, "--max-response-tokens"),
-            ("n", count, self.most_responses, "--queue"),
+        for name, unit, value, most, option in (
+            ("the prompt has", " tokens", len(prompt), self.max_prompt_tokens, "--max-prompt-tokens"),
+            (f"{named} is", "", max_tokens, self.max_response_tokens, "--max-response-tokens"),
+            ("n is", "", count, self.most_responses, "--queue"),
         ):
             if not 0 < value <= most:
+                larger = f"{'shorten' if unit else 'lower'} it, or serve with a larger {option}"
+                remedy = larger if value > most else "use 1 or more"
                 raise RequestError(
-                    f"{name} is {value}; the server accepts 1 to {most}: lower it, or serve with a larger {remedy}"
+                    f"{name} {value}{unit}; the server accepts 1 to {most}: {remedy}",
+                    code="context_length_exceeded" if unit and value else "invalid_value",
                 )
         options = others.pop("options", None) or OwnOptions(decoding=self.decoding)
         return CheckedRequest(prompt=prompt, max_tokens=max_tokens, count=count, options=options, **others)

@@ -133,10 +133,15 @@ class HuggingFaceTokenizer:
     __hash__ = None
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
-        """Loads a tokenizer from a model folder, which must contain a tokenizer.json. Raises OSError, and the errors of the constructor."""
+    def load(
+        cls, folder: str | os.PathLike[str], base: str | os.PathLike[str] | None = None
+    ) -> "HuggingFaceTokenizer":
+        """Loads a tokenizer from a folder, which must contain a tokenizer.json. `base` is the model folder, if it is another one: files about the model are read
+        there, unless `folder` has them. Raises OSError, and the errors of the constructor."""
         path = path_of(folder)
         files = files_of(path, (*TOKENIZER_FILES, "config.json"))
+        if base is not None:
+            files = files_of(path_of(base), (_GENERATION, "config.json")) | files
         model = read_object(files.get("config.json", b"{}"), path / "config.json")
         model = {**(model.get("text_config") or {}), **model}  # of a model for images and text
         return cls(files, model=model, place=str(path))

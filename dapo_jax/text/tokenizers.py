@@ -97,8 +97,8 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     return None if method is None else method(token)
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """Loads the tokenizer from a model folder that `save_tokenizer` or a Hugging Face library has written.
+def load_tokenizer(folder: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> Tokenizer:
+    """Loads the tokenizer from a folder that `save_tokenizer` or a Hugging Face library has written. For `base`, see `HuggingFaceTokenizer.load`.
 
     Raises:
         ValueError: tokenizer.json is missing, is not JSON, or does not have the format of Hugging Face tokenizers.
@@ -112,7 +112,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
             "format, convert it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         ) from error
     if isinstance(described.get("model"), dict):
-        return HuggingFaceTokenizer.load(folder)
+        return HuggingFaceTokenizer.load(folder, base)
     kind, alphabet = (described.get(name) for name in ("type", "alphabet"))
     former = {"dapo_jax.byte": "ByteTokenizer()", "dapo_jax.char": f"CharTokenizer({alphabet!r})"}
     remedy = f"; to convert it, call save_tokenizer({former[kind]}, FOLDER)" if kind in former else ""

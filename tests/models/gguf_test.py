@@ -137,6 +137,11 @@ def test_rope_scaling_of_the_metadata_is_taken_over(metadata, scaling, written):
     assert written(extra=extra).config().ropes[0].scaling == scaling
 
 
+def test_the_former_key_of_a_linear_scaling_is_refused(written):
+    with pytest.raises(ValueError, match=r"llama\.rope\.scale_linear=2\.0 .* must be 1"):
+        written(extra={"llama.rope.scale_linear": 2.0}).config()
+
+
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_scaling_is_found_in_the_divisors_of_the_frequencies(factor, written):
     """As llama.cpp's converter writes them: 1 for fast rotations, the factor for slow ones, a blend between."""
