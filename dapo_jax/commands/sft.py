@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dapo_jax.config import ConfigError, SftConfig, evaluation_of, load_config, to_yaml
+from dapo_jax.config.keys import prefixed
 from dapo_jax.dapo.batching import Example, example_weights
 from dapo_jax.dapo.losses import supervised_loss
 from dapo_jax.dapo.metrics import to_scalars
@@ -73,20 +74,20 @@ class _WarmStart:
     """The policy, pairs, graders, sampler and updater of a warm start."""
 
     def __init__(self, config: SftConfig) -> None:
-        """Loads the data and the model, and starts the graders. Raises ConfigError for an invalid configuration."""
+        """Loads the data and the model, and starts the graders. Raises ConfigError for an invalid configuration, or an invalid pair in any step."""
         self._config = config
         meshes = meshes_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         # Errors in the keys, the grader and the data are raised before the weights load, which takes longer.
         spec = evaluation_spec(evaluation_of(config))
         graders, tokenizer = check_graders(config.reward, config.sandbox), tokenizer_of(config.model)
         prompts = prompt_sets(config, tokenizer)
-        self._prompts = prompts
+        self._prompts, most = prompts, config.max_response_tokens
+        self._pairs = PairSource(prompts.training, tokenizer, seed=config.seed, max_response_tokens=most)
+        with prefixed("data"):
+            for index in range(config.steps * config.batch.pairs_per_step):
+                self._pairs[index]  # an invalid pair in a later step would end the run without a model
         self.learner = learner = load_learner(config, meshes)
         policy, layout = learner.policy, learner.training_pass.layout
-        most = config.max_response_tokens
-        self._pairs = PairSource(
-            prompts.training, policy.tokenizer, seed=config.seed, max_response_tokens=most
-        )
         self._graders = grading(config, policy, graders=graders)
         self._sampler = learner.sampler(spec)
         self._updater = Updater(

@@ -28,10 +28,9 @@ References:
 from collections.abc import Mapping
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.losses import MAX_LOG_RATIO
+from dapo_jax.dapo.losses import MAX_LOG_RATIO, MaskedTokens
 from dapo_jax.dapo.metrics import Max, Metric, token_mean
 from dapo_jax.dapo.responses import response_mean, response_sum
 from dapo_jax.hints import check_choice
@@ -70,7 +69,7 @@ def importance_weights(
         ValueError: `correction` is "none" or unknown.
     """
     check_choice("correction", correction, CORRECTIONS[1:])
-    difference = jnp.where(mask, lax.stop_gradient(logprobs - sampler_logprobs), 0.0)
+    difference = _log_ratio(logprobs, sampler_logprobs, mask)
     if correction == "truncate_responses":
         difference = response_sum(difference, mask, segment_ids)
     ratio = jnp.exp(jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -113,10 +112,16 @@ def drop_off_policy(
         delta: largest mean, in nats per token, for which a response with a negative advantage is kept.
         The other arguments are the same as for `importance_weights`.
     """
-    moved = response_mean(lax.stop_gradient(sampler_logprobs - logprobs), mask, segment_ids)
+    moved = response_mean(_log_ratio(sampler_logprobs, logprobs, mask), mask, segment_ids)
     dropped = mask & (advantages < 0) & (moved > delta)
-    kept = 1.0 - dropped.astype(logprobs.dtype)
+    kept = 1.0 - dropped.astype(moved.dtype)
     return kept, {"importance/dropped_frac": token_mean(1.0 - kept, mask)}
+
+
+def _log_ratio(over: Array, under: Array, mask: Array) -> Array:
+    """Returns the difference of two log-probabilities, at least in float32 and without a gradient, and 0 outside the mask."""
+    tokens = MaskedTokens(over, mask, sampler_logprobs=under)
+    return tokens.constant(over) - tokens.constant(under)
 
 
 def with_effective_share(scalars: Mapping[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from dapo_jax.dapo.losses import MaskedTokens
 from dapo_jax.dapo.metrics import Metric, token_mean
 
 
@@ -20,7 +21,8 @@ def teacher_advantages(
     $-\text{coef}\, \mathrm{KL}(\pi \Vert \pi_\text{teacher})$ of each token's distribution (Agarwal et al. 2023, https://arxiv.org/abs/2306.13649).
     Also returns the metric `teacher/reverse_kl`, the mean of $\log \pi_\text{old} - \log \pi_\text{teacher}$ over the mask.
     """
-    difference = jnp.where(mask, teacher_logprobs - old_logprobs, 0.0)
+    tokens = MaskedTokens(teacher_logprobs, mask, old_logprobs=old_logprobs)
+    difference = tokens.clean(teacher_logprobs) - tokens.clean(old_logprobs)
     return advantages + coef * difference, {"teacher/reverse_kl": token_mean(-difference, mask)}
 
 

@@ -191,9 +191,9 @@ def supervised_loss(
     weights: Float[Array, "batch seq"],
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
     """Computes the weighted negative log-likelihood in nats. It has the signature of `dapo_loss`, but ignores `old_logprobs` and `advantages`."""
-    live = jnp.where(mask, logprobs, 0.0)
-    loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # negating the sum itself would turn 0.0 into -0.0
-    return loss, {"sft/token_loss": Mean((-live).sum(), mask.sum(dtype=jnp.float32))}
+    tokens = MaskedTokens(logprobs, mask, weights=weights)
+    token_loss = -tokens.clean(logprobs)
+    return jnp.sum(tokens.weights(weights) * token_loss), {"sft/token_loss": tokens.mean(token_loss)}
 
 
 class MaskedTokens:

@@ -58,8 +58,9 @@ Metric = Mean | Max
 
 
 def token_mean(values: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"]) -> Mean:
-    """Returns the mean of `values` over the tokens where `mask` is True."""
-    return Mean(jnp.where(mask, values, 0.0).sum(), mask.sum(dtype=jnp.float32))
+    """Returns the mean of `values` over the tokens where `mask` is True. Sums are in float32, or in float64 if the values are."""
+    dtype = np.promote_types(values.dtype, jnp.float32)
+    return Mean(jnp.where(mask, values, 0.0).sum(dtype=dtype), mask.sum(dtype=jnp.float32))
 
 
 def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:

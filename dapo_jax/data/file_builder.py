@@ -18,7 +18,7 @@ from dapo_jax.data.files import Files, data_files, file_rows
 from dapo_jax.data.own_builder import OwnBuilder
 from dapo_jax.data.rows import checked_row
 
-FORMAT = 1
+FORMAT = 2
 """Format version of prepared rows. If the version changes, all datasets are prepared again."""
 SHOWN = 5
 """The note about a dataset lists at most this many skipped rows. Further skipped rows are only counted."""
@@ -101,7 +101,8 @@ class FileBuilder(OwnBuilder, skip_registration=True):
                     raise ValueError(fields)
                 row = checked_row({**fields, **self.example(fields)})
                 row |= {"source_name": self.name, "source_row": where}
-                prompt = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
+                prompt = row["prompt"]
+                prompt = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
                 if self._settings.deduplicate and prompt in into.answers:
                     counts["repeated"] += 1
                     counts["conflicting"] += into.answers[prompt] != row["answer"]

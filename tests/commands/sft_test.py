@@ -1,6 +1,7 @@
 """A supervised warm start: it learns, logs, and writes a model."""
 
 import io
+import json
 from dataclasses import replace
 
 import jax
@@ -165,6 +166,18 @@ def test_lengths_that_do_not_fit_are_refused_before_the_first_step(changes, mess
     with pytest.raises(ConfigError, match=message):
         run(replace(config, run_dir=str(tmp_path / "run"), **changes))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_pair_of_a_later_step_is_checked_before_the_weights(config, model_without_weights, tmp_path):
+    """Row 41 is used in step 3, which has the pairs 33 to 48. The response has 90 + 1 characters and the end token."""
+    rows = [{"prompt": f"{n}+1", "answer": str(n + 1), "response": f"={n + 1}"} for n in range(10, 60)]
+    rows[40]["response"] = "=" + 90 * "1"
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = DataConfig(source="jsonl", path=str(path), eval_split="train", shuffle=False, max_prompt_tokens=8)
+    changed = replace(config, run_dir=str(tmp_path / "run"), data=data)
+    with pytest.raises(ConfigError, match=r"line 41: .* 92 tokens, more than max_response_tokens=88"):
+        run(replace(changed, model=ModelConfig(source=model_without_weights)))
 
 
 def test_a_folder_in_which_another_process_is_at_work_is_refused(config, tmp_path):

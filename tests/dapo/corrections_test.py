@@ -86,6 +86,17 @@ def test_metrics_by_hand(correction, weight, largest, cut, square):
     )
 
 
+@pytest.mark.parametrize("correction", KINDS)
+def test_bfloat16_is_summed_in_float32(correction):
+    """Both log-probabilities are exact in bfloat16. The log-ratio of each of 1,001 tokens is 2^-7. In bfloat16, the sum would be 1000 / 128, and the ratio 1 + 2^-7."""
+    trainer = jnp.full((1, 1001), -1.0, jnp.bfloat16)
+    mask, ids = np.ones(trainer.shape, bool), np.ones(trainer.shape, np.int32)
+    weights, metrics = weighted(correction, (trainer, trainer - 2.0**-7, mask, ids), high=1e4)
+    expected = math.exp(1001 / 128 if correction == "truncate_responses" else 1 / 128)
+    np.testing.assert_allclose(weights, expected, rtol=2e-6)
+    assert to_scalars(metrics)["importance/weight"] == pytest.approx(expected, rel=2e-6)
+
+
 def test_the_effective_share_is_over_all_tokens_not_a_mean_of_shares():
     """Ratios 1/2, 1/2, 1/2 and 2, which is not cut: (3.5)^2 / (4 x 4.75) of them together. Apart, as 1 and 3 tokens, each part's share is 1."""
     three, one = (0.5, 0.5, 0.5), (2.0,)

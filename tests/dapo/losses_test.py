@@ -368,3 +368,13 @@ def test_the_supervised_loss_is_the_weighted_negative_log_likelihood():
     np.testing.assert_allclose(value, 2.25)
     assert to_scalars(metrics) == {"sft/token_loss": 2.0}
     np.testing.assert_array_equal(gradient, jnp.where(mask, -weights, 0.0))
+
+
+def test_the_supervised_loss_of_bfloat16_is_summed_in_float32_and_shapes_are_checked():
+    """1,001 tokens of 1 + 2^-7 nats. The sum in bfloat16 would be 1008."""
+    logprobs = jnp.full((1, 1001), -1.0 - 2.0**-7, jnp.bfloat16)
+    mask = jnp.ones(logprobs.shape, bool)
+    _, metrics = supervised_loss(logprobs, logprobs, logprobs, mask, weights=jnp.full(mask.shape, 1 / 1001))
+    assert to_scalars(metrics) == {"sft/token_loss": 1.0 + 2.0**-7}
+    with pytest.raises((ValueError, jaxtyping.TypeCheckError)):
+        supervised_loss(logprobs, logprobs, logprobs, mask, weights=jnp.ones((1, 1)))

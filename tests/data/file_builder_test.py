@@ -94,6 +94,14 @@ def test_repeated_prompts_are_dropped_and_counted(tmp_path, load):
     assert len(load("jsonl", path, deduplicate=False)) == 4
 
 
+def test_equal_messages_are_repeated_in_any_order_of_their_keys(tmp_path, load):
+    rows = [
+        {"prompt": [dict(message)], "answer": "2"}
+        for message in ([("role", "user"), ("content", "1+1")], [("content", "1+1"), ("role", "user")])
+    ]
+    assert len(load("jsonl", lines(tmp_path / "own.jsonl", *rows))) == 1
+
+
 BAD = [
     ({"answer": "1"}, "line 2: no field 'prompt'; the row's fields are ['answer']"),
     ({"prompt": [{"role": "user"}], "answer": "1"}, "line 2: message 0: 'content' must be a string"),
