@@ -69,7 +69,8 @@ def importance_weights(
         ValueError: `correction` is "none" or unknown.
     """
     check_choice("correction", correction, CORRECTIONS[1:])
-    difference = _log_ratio(logprobs, sampler_logprobs, mask)
+    tokens = MaskedTokens(logprobs, mask, sampler_logprobs=sampler_logprobs)
+    difference = tokens.constant(logprobs) - tokens.constant(sampler_logprobs)
     if correction == "truncate_responses":
         difference = response_sum(difference, mask, segment_ids)
     ratio = jnp.exp(jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -112,16 +113,12 @@ def drop_off_policy(
         delta: largest mean, in nats per token, for which a response with a negative advantage is kept.
         The other arguments are the same as for `importance_weights`.
     """
-    moved = response_mean(_log_ratio(sampler_logprobs, logprobs, mask), mask, segment_ids)
+    tokens = MaskedTokens(logprobs, mask, sampler_logprobs=sampler_logprobs, advantages=advantages)
+    difference = tokens.constant(sampler_logprobs) - tokens.constant(logprobs)
+    moved = response_mean(difference, mask, segment_ids)
     dropped = mask & (advantages < 0) & (moved > delta)
     kept = 1.0 - dropped.astype(moved.dtype)
     return kept, {"importance/dropped_frac": token_mean(1.0 - kept, mask)}
-
-
-def _log_ratio(over: Array, under: Array, mask: Array) -> Array:
-    """Returns the difference of two log-probabilities, at least in float32 and without a gradient, and 0 outside the mask."""
-    tokens = MaskedTokens(over, mask, sampler_logprobs=under)
-    return tokens.constant(over) - tokens.constant(under)
 
 
 def with_effective_share(scalars: Mapping[str, float]) -> dict[str, float]:

@@ -145,10 +145,9 @@ def _core(text: str) -> tuple[str, Any]:
     core = (core.lstrip("= ") if before else core).removeprefix("≈")
     items = 1 + len(re.findall(r"[;\2]|,(?![0-9]{3}(?![0-9]))", core))
     closer = r"(?:[)\]]|\\\})" if re.match(r"[(\[]|\\\{", core) else ""
-    scale = next(
-        (each for sign, each in _SCALES.items() if len(re.findall(sign, core)) == items), sympy.S.One
-    )
-    return re.sub(rf"\s*%(?=\s*(?:[,;\2]|{closer}$))", "", core), scale
+    scales = [each for sign, each in _SCALES.items() if len(re.findall(sign, core)) == items]
+    core = re.sub(rf"\s*%(?=\s*(?:[,;\2]|{closer}$))", "", core)
+    return core, scales[0] if scales else sympy.S.One
 
 
 def _upright(match: re.Match[str]) -> str:
@@ -161,7 +160,8 @@ def _upright(match: re.Match[str]) -> str:
     variable = inner not in _UNIT_LETTERS or style[:5] in ("mathb", "mathi", "bolds", "bm")
     if len(inner) == 1 and inner.isalpha() and variable:
         return f" {inner} "
-    words = {word: UNIT if word in _UNIT_LETTERS else placeholder(word) for word in WORD.findall(inner)}
+    units = _UNIT_LETTERS | ({"in"} if inner == "in" else set())
+    words = {word: UNIT if word in units else placeholder(word) for word in WORD.findall(inner)}
     _require(all(words.values()), f"{inner} may change the number")
     return f" {WORD.sub(lambda word: words[word[0]], inner)} "
 

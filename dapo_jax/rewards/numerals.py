@@ -80,7 +80,8 @@ _WORDS = {
 _SIZES = """
     mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre kph kmh|inch inche|foot feet ft|yard yd|mile mi mph;
     mg milligram|g gram|kg kilogram|ounce oz|pound lb|ton tonne;second sec s|minute min|hour hr h|day|week|month|year;
-    ml mL milliliter|l L liter litre|gallon gal|quart|pint|cup;cent ¢|dollar buck \\$|euro €|yen ¥|rupee ₹;deg degree circ °|rad radian"""
+    ml mL milliliter|l L liter litre|gallon gal|quart|pint|cup;cent ¢|dollar buck \\$ USD|euro € EUR|yen ¥|rupee ₹ INR|£ GBP;
+    deg degree circ °|rad radian;celsiu °C|fahrenheit °F|kelvin"""
 _KINDS = {
     word: (kind, size)
     for kind, sizes in enumerate(_SIZES.split(";"))
@@ -90,7 +91,7 @@ _KINDS = {
 
 
 _NAMED = re.compile(
-    r"(?:\b(square|sq|cubic|cu)\b\.?\s*)?(?:([A-Za-z]+?)s?\b(?!\s*=)|(\\\$|[¢€¥₹°]))(?:[\s}$]*\^\s*\{?([23]))?"
+    r"(?:\b(square|sq|cubic|cu)\b\.?\s*)?(?:([A-Za-z]+?)s?\b(?!\s*=)|(\\\$|[¢€£¥₹]|°[CF]?))(?:[\s}$]*\^\s*\{?([23]))?"
 )
 """Matches a word or sign that may be a unit, and its power: square or cubic before it, or an exponent after it."""
 
@@ -113,6 +114,7 @@ def _units(text: str) -> dict[int, tuple[str, str]]:
     """Maps each kind of unit in a text to the first name and the power of the unit. A single dollar sign is a unit, but two enclose a formula."""
     text = plain(text)
     text = re.sub(r"(?<!\\)\$", r"\\$", text) if len(re.findall(r"(?<!\\)\$", text)) == 1 else text
+    text = re.sub(r"(?:°|\^\s*\{?\s*\\circ\s*\}?)\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])\b", r"°\1", text)
     units = dict[int, tuple[str, str]]()
     for unit in _NAMED.finditer(text):
         if known := _KINDS.get(unit[2] or unit[3]):

@@ -148,7 +148,8 @@ SAME = [  # statements that mean the same as the reference
     (r"15\text{ cm}^2", "15 cm\xb2"), ("15 square cm", r"15\text{ cm}^2"), ("15 sq. cm", r"15\mbox{ cm}^{2}"), ("12 cubic ft", r"12\text{ ft}^3"),
     (r"15\text{ cm}^2", "15"), ("m^2+2m+1", "(m+1)^2"), (r"\frac{m^2}{2}", r"\frac{1}{2}m^2"), (r"5\text{ m}^2", r"5\mathrm{ m}^2"), (r"9.8\text{ m/s}^2", "9.8 m/s^2"),
     (r"\frac{\pi}{6}", r"30^\circ"), ("30\xb0", r"\frac{\pi}{6}"), ("30\xb0, 60\xb0", r"\frac{\pi}{6}, \frac{\pi}{3}"), ("x=30\xb0", r"x=\frac{\pi}{6}"), ("30", r"30^\circ"),
-    (r"\sin 30^\circ", "1/2"), ("12{:}00", "12:00"), ("3{:}4", "3:4"),
+    (r"\sin 30^\circ", "1/2"), ("12{:}00", "12:00"), ("3{:}4", "3:4"), (r"12\text{ in}^2", "12"), ("12", r"12\text{ in}^2"), (r"5^\circ\text{C}", "5\xb0C"), ("5 degrees Celsius", "5\xb0C"),
+    ("5", "5\xb0C"), ("5 USD", r"\$5"), ("5 EUR", "\u20ac5"),
 ]  # fmt: skip
 
 DIFFERENT = [  # statements that do not; many hold the reference as a fragment, or are a fragment of it
@@ -290,7 +291,8 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     (r"f(x)=\begin{cases} x & x>0 \\ -x & x\le 0\end{cases}", r"\begin{cases} x & x > 0 \\ -x & x \le 0 \end{cases}"),
     ("15 cm", r"15\text{ cm}^2"), (r"5\text{ cm}^2", r"5\text{ cm}^3"), ("15 square cm", "15 cm"), ("15 cubic cm", "15 square cm"), (r"5\text{ m}^2", r"5\text{ m}^3"),
     ("15 ft^2", "15 feet"), ("30\xb0", r"30\text{ rad}"), (r"30\text{ radians}", r"30^\circ"), ("30\xb0", r"\frac{\pi}{3}"), ("30", r"\frac{\pi}{6}"), ("25\xb0C", r"\frac{5\pi}{36}"),
-    ("50%", r"\frac{\pi}{360}"), (r"\frac{\pi}{2}", "90"),
+    ("50%", r"\frac{\pi}{360}"), (r"\frac{\pi}{2}", "90"), ("5 USD", "5 EUR"), ("\xa35", "\u20ac5"), ("5 GBP", "5 dollars"), ("5\xb0C", "5\xb0F"),
+    (r"5^\circ\text{C}", r"5^{\circ}\text{F}"), ("5 celsius", "5 fahrenheit"),
 ]  # fmt: skip
 
 SAME_RESPONSES = [  # whole responses
