@@ -35,7 +35,7 @@ def on_open(event, arguments):
     if event == "open" and str(arguments[0]).startswith(folder):
         if jax.process_index() == victim and place in str(arguments[0]):
             written = [*map(str, Path(folder).glob("2.*/state*/ocdbt.process_1/d/*"))]
-            print("written", json.dumps(written), flush=True)
+            os.write(1, f"written {json.dumps(written)}\\n".encode())  # one write: several threads come here
             os.kill(os.getpid(), signal.SIGKILL)
         opened.append(str(arguments[0]).removeprefix(folder + "/"))
 
