@@ -1,8 +1,9 @@
 """Prints the tables of this page and draws its curves from the stored data: `python docs/results/gsm8k/table.py` (needs matplotlib).
 
 `python docs/results/gsm8k/table.py RUNS` first stores the data of new runs. RUNS contains `eval_MODEL_greedy` and `eval_MODEL_sampled`, which `dapo-jax eval --keep`
-wrote, and the run folders `run_MODEL`. `problems.csv` has a row for each test problem: the share of correct responses of each model, and their mean number of tokens.
-`steps.csv` has a row for each training step. `responses.txt` has the greedy responses of the warm start and of DAPO (seed 0) to the first 20 test problems.
+wrote, the run folders `run_MODEL`, and `lm_eval_MODEL` with the samples that `lm_eval --log_samples` wrote. `problems.csv` has a row for each test problem: the share of
+correct responses of each model, and their mean number of tokens. `steps.csv` has a row for each training step. `responses.txt` has the greedy responses of the warm start and of
+DAPO (seed 0) to the first 20 test problems.
 """
 
 import csv
@@ -50,6 +51,9 @@ def store(runs: Path) -> None:
                 rows.sort(key=lambda row: row["ordinal"])
                 problems[f"{model} {way}"] = np.array([row["correct"] / row["samples"] for row in rows])
                 problems[f"{model} {way} tokens"] = np.array([row["response_tokens"] for row in rows])
+        for file in (runs / f"lm_eval_{model}").glob("samples_*.jsonl"):
+            rows = sorted(map(json.loads, file.read_text().splitlines()), key=lambda row: row["doc_id"])
+            problems[f"{model} lm-eval"] = np.array([row["exact_match"] for row in rows])
     write("problems.csv", problems)
     steps = read("steps.csv") if (HERE / "steps.csv").exists() else {"run": [], "step": []}
     kept = [model for model in MODELS if not (runs / f"run_{model}").exists()]
@@ -135,6 +139,9 @@ def main() -> None:
             changes.append(interval(scores - base))
             tokens.append(f"{problems[f'{model} {way} tokens'].astype(float).mean():.0f}")
         print(f"| {model} | {' | '.join(cells + changes)} | {', '.join(tokens)} |")
+    for model in (model for model in MODELS if f"{model} lm-eval" in problems):
+        theirs, ours = (problems[f"{model} {name}"].astype(float) for name in ("lm-eval", "greedy"))
+        print(f"\n{model} in lm-eval: {interval(theirs)}; {(theirs != ours).sum()} verdicts differ from ours")
     if (HERE / "steps.csv").exists():
         steps = read("steps.csv")
         print(
