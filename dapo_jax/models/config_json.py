@@ -168,6 +168,10 @@ def rope_of(
     if found[0] != found[-1]:
         raise ValueError(f"{where}: rope_parameters {found[0]} and rope_scaling {found[1]} differ; keep one")
     rope = found[0]
+    if (outside := described.get(ORIGINAL_LENGTH)) not in (None, inside := rope.get(ORIGINAL_LENGTH)):
+        raise ValueError(
+            f"{where}: {ORIGINAL_LENGTH} is {outside!r}, but {inside!r} in the settings of the rotation; keep one"
+        )
     kind = str(rope["rope_type"])
     by_alpha = "alpha" in family.defaults and kind == "dynamic"
     proportional = "global_head_dim" in family.defaults and kind == "proportional"

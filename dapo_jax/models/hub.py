@@ -11,6 +11,8 @@ from dapo_jax.hints import needing
 
 _WEIGHTS, _OTHERS = "*.safetensors", ("*.json", "*.jinja")
 """Patterns of the files that are downloaded. They include neither code nor pickled weights."""
+_COPY = "consolidated"
+"""The beginning of the names of files that repeat the weights in the layout of Mistral's own library."""
 
 
 def download(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
@@ -32,7 +34,8 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
     with _explained(name, revision):
         # Subfolders are skipped, because they contain other exports and training checkpoints. Only additional_chat_templates is not.
         wanted = [*_OTHERS, _WEIGHTS] if weights else [*_OTHERS]
-        patterns = {"allow_patterns": wanted, "ignore_patterns": ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*"]}
+        ignored = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", f"{_COPY}*"]
+        patterns = {"allow_patterns": wanted, "ignore_patterns": ignored}
         folder = Path(hub.snapshot_download(name, revision=revision, **patterns))
     if weights and not any(folder.glob(_WEIGHTS)):
         raise ValueError(_without_weights(name, revision))
@@ -52,7 +55,11 @@ def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
         folder = download(name, revision=revision)
         return folder, sum(file.stat().st_size for file in folder.glob(_WEIGHTS))
     sizes = {file.rfilename: file.size or 0 for file in listed}
-    own = [size for name, size in sizes.items() if name.endswith(".safetensors") and "/" not in name]
+    own = [
+        size
+        for file, size in sizes.items()
+        if file.endswith(".safetensors") and "/" not in file and not file.startswith(_COPY)
+    ]
     if not own:
         raise ValueError(_without_weights(name, revision))
     return download(name, revision=revision, weights=False), sum(own)

@@ -370,6 +370,13 @@ def test_two_notations_that_contradict_each_other_are_refused():
     described = describe(QWEN2) | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     with pytest.raises(ValueError, match=r"rope_parameters .*default.* and rope_scaling .*yarn"):
         understand(described, "config.json")
+    length = (
+        "original_max_position_embeddings"  # transformers 4 reads the inner one, transformers 5 the outer one
+    )
+    described = without(described, "rope_parameters") | {length: 32}
+    described["rope_scaling"] = described["rope_scaling"] | {length: 16}
+    with pytest.raises(ValueError, match=f"{length} is 32, but 16 "):
+        understand(described, "config.json")
 
 
 def test_a_decoder_of_no_family_cannot_be_written():

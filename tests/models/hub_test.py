@@ -24,6 +24,7 @@ FILES = {
     "modeling.py": b"code",
     "training.pt": b"pickle",
     "checkpoint-10/model.safetensors": b"older",
+    "consolidated.safetensors": b"both" * 1000,
 }
 WANTED = sorted(name for name in FILES if name.endswith((".json", ".jinja", "2.safetensors")))
 REPOSITORIES = {
