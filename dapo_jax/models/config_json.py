@@ -170,7 +170,7 @@ def rope_of(
     rope = found[0]
     if (outside := described.get(ORIGINAL_LENGTH)) not in (None, inside := rope.get(ORIGINAL_LENGTH)):
         raise ValueError(
-            f"{where}: {ORIGINAL_LENGTH} is {outside!r}, but {inside!r} in the settings of the rotation; keep one"
+            f"{where}: {ORIGINAL_LENGTH} is {inside!r} in the settings of the rotation, but {outside!r} outside; keep one"
         )
     kind = str(rope["rope_type"])
     by_alpha = "alpha" in family.defaults and kind == "dynamic"

@@ -375,7 +375,7 @@ def test_two_notations_that_contradict_each_other_are_refused():
     )
     described = without(described, "rope_parameters") | {length: 32}
     described["rope_scaling"] = described["rope_scaling"] | {length: 16}
-    with pytest.raises(ValueError, match=f"{length} is 32, but 16 "):
+    with pytest.raises(ValueError, match=f"{length} is 16 .* 32 "):
         understand(described, "config.json")
 
 
