@@ -116,12 +116,18 @@ def step_advantages(
         weights: the weight of each grader by its name in `Verdict.parts`, for `apart`. If None, all weights are 1.
 
     Raises:
-        ValueError: a name is unknown, or a group has fewer than `best_of` responses.
+        ValueError: a name is unknown, a group has fewer than `best_of` responses, or `apart` finds a verdict without the part of a grader.
     """
     check_choice("baseline", baseline, BASELINES)
     check_choice("scale", scale, SCALES)
     check_choice("rewards", rewards, ("summed", "apart"))
-    graders = weights or dict.fromkeys(groups[0].rollouts[0].verdict.parts, 1.0)
+    verdicts = [one.verdict.parts for group in groups for one in group.rollouts]
+    graders = weights or dict.fromkeys((name for parts in verdicts for name in parts), 1.0)
+    lacking = [name for name in graders if any(name not in parts for parts in verdicts)]
+    if rewards == "apart" and (lacking or not graders):
+        raise ValueError(
+            f"rewards='apart' needs one reward per grader in every Verdict.parts; found verdicts without {lacking or 'parts'}"
+        )
     found = []
     for group in groups:
         lengths = [0 if filter_truncated and one.truncated else one.response_tokens for one in group.rollouts]

@@ -322,6 +322,26 @@ def test_an_unknown_name_is_refused(key):
         step_advantages([make_group([1.0, 0.0], [1, 1])], **{key: "summde"})
 
 
+@pytest.mark.parametrize(
+    ("parts", "weights", "lacking"),
+    [
+        ({"a": [1.0, 0.0]}, {"a": 1.0, "b": 1.0}, "'b'"),
+        ({"a": [1.0, 0.0]}, None, "'b'"),  # the other group has a grader b
+        ({}, None, "'a', 'b'"),
+    ],
+)
+def test_apart_refuses_a_verdict_without_the_reward_of_a_grader(parts, weights, lacking):
+    other = make_group([1.0, 0.0], [1, 1], {"a": [1.0, 0.0], "b": [0.0, 0.0]})
+    groups = [make_group([1.0, 0.0], [1, 1], parts), other]
+    with pytest.raises(ValueError, match=rf"without \[{lacking}\]"):
+        step_advantages(groups, rewards="apart", weights=weights)
+
+
+def test_apart_without_any_parts_is_refused():
+    with pytest.raises(ValueError, match="without parts"):
+        step_advantages([make_group([1.0, 0.0], [1, 1], {})], rewards="apart")
+
+
 RULES = list(itertools.product(BASELINES, SCALES, ["summed", "apart"], [1, 3]))
 
 

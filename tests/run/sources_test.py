@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import dapo_jax
-from dapo_jax.config import ConfigError, ModelConfig, to_yaml
+from dapo_jax.commands.datasets import show
+from dapo_jax.config import ConfigError, DataConfig, ModelConfig, to_yaml
 from dapo_jax.doctor.subject import STAND_IN, Subject
 from dapo_jax.run.policy import find_policy, load_policy
 from dapo_jax.run.sources import tokenizer_of
@@ -56,6 +57,24 @@ def test_an_adapter_on_the_hub_is_read_with_its_own_chat_template_and_the_ends_o
     decoder, examined, folder, size, _ = Subject(replace(STAND_IN, model=model)).described
     assert (decoder.vocab_size, examined, folder) == (found.vocab_size, found, tmp_path / "org" / "base")
     assert size == len(repositories["org/base"]["model.safetensors"])
+
+
+def test_prompts_are_shown_with_the_chat_template_of_an_adapter(repositories, tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    for folder, name in ((base, "org/base"), (adapter, "org/adapter")):
+        folder.mkdir()
+        for file, content in repositories[name].items():
+            if "token" in file or "adapter" in file:  # prompts need the tokenizers alone
+                (folder / file).write_bytes(content)
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(described | {"base_model_name_or_path": str(base)})
+    )
+    (adapter / "chat_template.jinja").write_text("?{{ messages[0].content }}")
+    (tmp_path / "own.jsonl").write_text('{"prompt": "3+3", "answer": "6"}')
+    data = DataConfig(source="jsonl", path=str(tmp_path / "own.jsonl"), chat=True)
+    shown = show(data, model=str(adapter))
+    assert shown.splitlines()[-1] == "?3+3"
 
 
 @pytest.mark.parametrize(
