@@ -121,7 +121,7 @@ def two_ropes(
 ) -> tuple[Rope, Rope]:  # fmt: skip
     """Returns the rotations of layers without and with a window."""
     nested = _settings(described, "rope_parameters", where) or family.defaults.get("rope_parameters", {})
-    if not any(isinstance(part, Mapping) for part in nested.values()):
+    if not nested:
         full = rope_of(described, family, sizes, where)[0]
         if "rope_local_base_freq" in values:
             return full, Rope(theta=checked(values, "rope_local_base_freq", float, where))
@@ -137,7 +137,8 @@ def two_ropes(
             f"{where}: rope_parameters has the keys {sorted(nested)}; it must have {' and '.join(kinds)}"
         )
     full, _ = rope_of({**described, "rope_parameters": nested[kinds[0]]}, family, sizes, where)
-    near, _ = rope_of({"rope_parameters": nested[kinds[1]]}, family, sizes, where)
+    theta = values.get("rope_local_base_freq")
+    near, _ = rope_of({"rope_parameters": nested[kinds[1]], "rope_theta": theta}, family, sizes, where)
     return full, near
 
 
@@ -168,9 +169,11 @@ def rope_of(
     if found[0] != found[-1]:
         raise ValueError(f"{where}: rope_parameters {found[0]} and rope_scaling {found[1]} differ; keep one")
     rope = found[0]
-    if (outside := described.get(ORIGINAL_LENGTH)) not in (None, inside := rope.get(ORIGINAL_LENGTH)):
+    outside = {**family.defaults, **present(described)}.get(ORIGINAL_LENGTH)
+    if outside not in (None, inside := rope.get(ORIGINAL_LENGTH)):
+        absent = "" if described.get(ORIGINAL_LENGTH) else ", where it is the default"
         raise ValueError(
-            f"{where}: {ORIGINAL_LENGTH} is {inside!r} in the settings of the rotation, but {outside!r} outside; keep one"
+            f"{where}: {ORIGINAL_LENGTH} is {inside!r} in the settings of the rotation, but {outside!r} outside{absent}; write the same in both places"
         )
     kind = str(rope["rope_type"])
     by_alpha = "alpha" in family.defaults and kind == "dynamic"

@@ -74,7 +74,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "ministral3": Family(
         architecture="Ministral3ForCausalLM", full_every=0,
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": None, "llama_4_scaling_beta": None},
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": None, "llama_4_scaling_beta": None,
+            "rope_scaling": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL_LENGTH: 16_384, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
     ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM", defaults={"rms_norm_eps": 1e-5},
@@ -118,12 +123,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "exaone4": Family(
         architecture="Exaone4ForCausalLM", still_full=True,
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
         switches={"norm_place": "outputs", "qk_norm": "head"}, tensors=_OUTPUT_NORMS,
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM", full_every=0, ignored=("auto_map",),
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0, ORIGINAL_LENGTH: 4096},
         tensors={**dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj.weight"), **_GATE_UP},
     ),
     "glm4": Family(
@@ -286,7 +291,9 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         scalar = round(config.query_scale**-2, 9)
         described["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
     if "sliding_window" in reads:
-        described["sliding_window"] = max(config.windows, default=0) or None
+        # A window that no layer has turns the rotation of all layers off in some families.
+        kept = reads["sliding_window"] if family.still_full and any(config.rope_of_layer) else None
+        described["sliding_window"] = max(config.windows, default=0) or kept
     if "layer_types" in reads:
         windows = config.windows or (0,) * config.layers
         described["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
@@ -522,7 +529,7 @@ def _layer_fields(
         )
     still = [not turn for turn in turns]
     if family.still_full:
-        still = [bool(windows) and not slides for slides in sliding]
+        still = [window is not None and not slides for slides in sliding]
     if any(still):
         made["ropes"], made["rope_of_layer"] = (rope, None), tuple(map(int, still))
     return made

@@ -25,7 +25,7 @@ _OF_ONE_SIZE = {
     "tie_word_embeddings": True, "vocab_size": 262_144, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
     "num_global_key_value_heads": None, "per_layer_config": None, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
     "sliding_window": 512, "layer_types": None, "final_logit_softcapping": None, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
-    "use_double_wide_mlp": False, "use_bidirectional_attention": None,
+    "use_double_wide_mlp": False, "use_bidirectional_attention": None, "rope_theta": None,
     "rope_parameters": {
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         NEAR: {"rope_type": "default", "rope_theta": 1e4},

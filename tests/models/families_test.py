@@ -53,6 +53,13 @@ def test_every_preset_can_be_written_and_read(name):
     assert understand(describe(preset(name)), "config.json") == preset(name)
 
 
+def test_the_original_context_of_phi3_has_a_default():
+    """4096, not max_position_embeddings as in other families: scores grow by sqrt(1 + ln(8192 / 4096) / ln(4096))."""
+    changes = rope("phi3", **{LENGTH: None}) | {LENGTH: ..., "max_position_embeddings": 8192}
+    scaling = understand(golden("phi3", changes), "config.json").ropes[0].scaling
+    assert (scaling.factor, scaling.original_max_positions) == (2.0, 4096)
+
+
 def test_the_old_and_the_new_name_of_the_kind_are_understood():
     described = without(describe(QWEN2), "rope_parameters")
     for names in ({"type": "linear"}, {"type": "linear", "rope_type": "linear"}):
@@ -136,6 +143,13 @@ FULL = Rope(theta=500.0, share=0.25, proportional=True, head_dim=16)
 UNIFIED = {"model_type": "gemma4_unified_text", "architectures": ...}
 
 
+FLAT = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+LENGTH = "original_max_position_embeddings"
+MINISTRAL = RopeScaling(
+    kind="yarn", factor=16.0, original_max_positions=16_384, mscale_all_dim=1.0, attention_factor=1.0
+)
+
+
 def inside(**changes):
     """Changes in the text model of a model for images and text."""
     return {"text_config": golden("gemma3_wrapped")["text_config"] | changes}
@@ -168,6 +182,12 @@ def inside(**changes):
         ("nemotron_h", {"num_hidden_layers": 3, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 5.0}, "layers", 6),
         ("nemotron_h", {"layer_norm_epsilon": ..., "norm_eps": 0.5}, "norm_eps", 1e-5),
         ("ministral3", rope("ministral3", max_position_embeddings=99, llama_4_scaling_beta=None), "query_growth", None),
+        # 0.1 ln(16) + 1 is both the numerator (mscale) and the denominator (mscale_all_dim) of the attention factor.
+        ("ministral3", {"rope_parameters": ...}, "ropes", (Rope(theta=1e6, scaling=MINISTRAL),)),
+        ("ministral3", {"rope_parameters": ..., "rope_theta": 5.0}, "query_growth", (0.1, 16_384)),
+        ("gemma3", {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}, "rope_theta": ...}, "ropes", (Rope(theta=1e6), Rope())),
+        ("exaone4", {"layer_types": ["full_attention"] * 5}, "rope_of_layer", (1,) * 5),  # no layer is rotated
+        ("exaone4", {"num_attention_heads": 64, "num_key_value_heads": ..., "head_dim": 4}, "kv_heads", 32),
         ("gemma2", {"tie_word_embeddings": ...}, "tied_embeddings", True),
         ("mistral", {"tie_word_embeddings": ...}, "tied_embeddings", False),
         ("olmo2", {"rms_norm_eps": ...}, "norm_eps", 1e-5),
@@ -189,7 +209,9 @@ def test_absent_and_null_mean_what_they_mean_in_transformers(name, changes, fiel
     described = golden(name, changes)
     if "text_config" in described:
         described["text_config"] = without(described["text_config"], "num_attention_heads")
-    assert getattr(understand(described, "config.json"), field) == value
+    found = understand(described, "config.json")
+    assert getattr(found, field) == value
+    assert understand(describe(found), "config.json") == found
 
 
 @pytest.mark.parametrize(
@@ -277,6 +299,9 @@ def test_absent_and_null_mean_what_they_mean_in_transformers(name, changes, fiel
         ("mistral", rope("mistral", rope_type="dynamic", factor=2.0), "rope_type 'dynamic' is not one of default, linear"),
         ("gemma2", {"layer_types": 5}, "layer_types has 5 "),
         ("gemma3", {"rope_parameters": {"full_attention": 3, "sliding_attention": {}}}, "rope_parameters is 3"),
+        *((name, FLAT, r"rope_parameters has the keys \['rope_theta', 'rope_type'\]") for name in ("gemma3", "gemma4_e", "olmo3")),
+        ("gemma4_e", full_rope(rope_theta=None), "rope_theta is None"),
+        ("phi3", {LENGTH: ...}, f"{LENGTH} is 16 .* 4096 outside, where it is the default"),
         ("gemma3", {"rope_parameters": {"full_attention": {}}}, r"rope_parameters has the keys \['full_attention'\]"),
         ("phi3", rope("phi3", long_factor=None), "lacks the key 'long_factor', .* 'longrope'"),
         ("phi3", rope("phi3", long_factor=[0.0] * 6), r"long_factor is 0\.0; .* positive float"),
