@@ -14,7 +14,7 @@ from dapo_jax.run.prompt_sets import every_split, with_template_date
 from dapo_jax.run.sources import folder_of, source_of
 from dapo_jax.terminal import visible
 from dapo_jax.text.formatting import PromptFormat
-from dapo_jax.text.tokenizers import ByteTokenizer, load_tokenizer
+from dapo_jax.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 
 SHOWN = 5
 """Maximum number of reference answers to show per grader that the grader cannot parse."""
@@ -58,11 +58,12 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
     if split not in splits:
         raise ConfigError(f"--split: found {split!r}, needs a split of {data.source}: {', '.join(splits)}")
     rows = splits[split]
-    with prefixed(f"--model {model!r}"):
-        source = source_of(ModelConfig(source=model)) if model else None
-        folder = None if source is None else folder_of(source.base, weights=False)
-        own = None if source is None else source.tokenizer
-        tokenizer = ByteTokenizer() if folder is None else load_tokenizer(own or folder, folder)
+    tokenizer: Tokenizer = ByteTokenizer()
+    if model:
+        with prefixed(f"--model {model!r}"):
+            source = source_of(ModelConfig(source=model))
+            folder = folder_of(source.base, weights=False)
+            tokenizer = load_tokenizer(source.tokenizer or folder, folder)
     with prefixed(f"data.source={data.source!r}, split {split!r}"):
         lengths, *_ = measured_prompts(rows, tokenizer, PromptFormat(data))
         shown = [(row, *PromptFormat(data).encode(row["prompt"], tokenizer)) for row in rows[: max(0, count)]]

@@ -73,8 +73,7 @@ def test_prompts_are_shown_with_the_chat_template_of_an_adapter(repositories, tm
     (adapter / "chat_template.jinja").write_text("?{{ messages[0].content }}")
     (tmp_path / "own.jsonl").write_text('{"prompt": "3+3", "answer": "6"}')
     data = DataConfig(source="jsonl", path=str(tmp_path / "own.jsonl"), chat=True)
-    shown = show(data, model=str(adapter))
-    assert shown.splitlines()[-1] == "?3+3"
+    assert show(data, model=str(adapter)).splitlines()[-1] == "?3+3"
 
 
 @pytest.mark.parametrize(
