@@ -26,6 +26,7 @@ PACKAGES = (
 )
 """The packages that training needs, followed by optional packages that the extras install."""
 
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _PLUGINS = {"jax_cuda12_plugin": "cuda", "jax_cuda13_plugin": "cuda", "libtpu": "tpu"}
 """Maps Python packages to the JAX platforms that they provide."""
 
@@ -92,15 +93,19 @@ def host_memory() -> Found:
 
 
 def host_bytes() -> tuple[int, int]:
-    """Returns the host's total and available memory in bytes, capped at the container's memory limit (Linux, cgroup v2)."""
+    """Returns the host's total and available memory in bytes, capped at the container's memory limit (Linux, cgroup v2).
+
+    Like MemAvailable of /proc/meminfo, it counts cached files of the container as available, because the kernel drops them when memory is needed.
+    """
     total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    if _MEMINFO.exists():
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    limit, used, kinds = (_CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and (most := limit.read_text().strip()).isdecimal():
-        total, available = min(total, int(most)), min(available, int(most) - int(used.read_text()))
+        sizes = dict(line.split() for line in kinds.read_text().splitlines())
+        cached = int(sizes["inactive_file"]) + int(sizes["active_file"])
+        total, available = min(total, int(most)), min(available, int(most) - int(used.read_text()) + cached)
     return total, available
 
 

@@ -161,9 +161,11 @@ def devices_of(topology: Topology) -> list[jax.Device]:
 
 
 def here() -> Topology | None:
-    """Returns the topology of this machine's GPUs, or None if it has other devices or an unknown GPU."""
+    """Returns the topology of this machine's GPUs, or None if it has other devices, an unknown GPU, or parts of GPUs (MIG)."""
     kind = jax.devices()[0].device_kind
-    known = (chip for chip in CHIPS.values() if chip.kind and kind.startswith(chip.kind))
+    # NVIDIA H200 MIG 1g.18gb is an eighth of a card, and NVIDIA H200 NVL is slower.
+    other = re.search(r"\b(MIG|NVL)\b", kind)
+    known = (chip for chip in CHIPS.values() if chip.kind and kind.startswith(chip.kind) and not other)
     return next((Topology(chip=chip, shape=(1, jax.local_device_count())) for chip in known), None)
 
 

@@ -67,6 +67,28 @@ def test_a_driver_without_a_plugin_is_a_warning(monkeypatch, tmp_path):
     assert machine.devices().state == "ok"
 
 
+def test_cached_files_of_a_container_are_available_memory(monkeypatch, tmp_path):
+    """Of 8 GiB, 7.5 are used. 4 + 2 GiB are cached files, and 0.5 GiB shared memory (part of `file`), which cannot be dropped: 8 - 7.5 + 6 = 6.5."""
+    limit, used = 8 * GIB, 7 * GIB + GIB // 2
+    (tmp_path / "meminfo").write_text("MemTotal:       67108864 kB\nMemAvailable:   33554432 kB\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    stat = {
+        "anon": GIB,
+        "file": 6 * GIB + GIB // 2,
+        "shmem": GIB // 2,
+        "inactive_file": 4 * GIB,
+        "active_file": 2 * GIB,
+    }
+    (tmp_path / "memory.stat").write_text("".join(f"{kind} {size}\n" for kind, size in stat.items()))
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    assert machine.host_bytes()[1] == 32 * GIB  # no limit, so MemAvailable
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.host_bytes()[1] == 32 * GIB
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    assert machine.host_bytes()[1] == 6 * GIB + GIB // 2
+
+
 def test_little_memory_is_a_warning(monkeypatch):
     total, available = machine.host_bytes()
     assert 0 < available <= total

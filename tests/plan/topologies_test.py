@@ -1,12 +1,14 @@
 """Names of TPU slices and of machines with GPUs."""
 
 import sys
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from dapo_jax.config import ConfigError
 from dapo_jax.plan.chips import CHIPS
-from dapo_jax.plan.topologies import devices_of, parse
+from dapo_jax.plan.topologies import devices_of, here, parse
 
 
 @pytest.mark.parametrize(
@@ -96,3 +98,20 @@ def test_a_gpu_has_a_fraction_of_its_memory():
     """0.9 of 79.1 GiB, which is above JAX's default of 0.75 and leaves room for NCCL, cuDNN and the CUDA context."""
     assert CHIPS["h100"].device_hbm_bytes == int(0.9 * 79.1 * 2**30)
     assert f"device_memory_size: {int(79.1 * 2**30)}" in CHIPS["h100"].target
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "h200:2"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx6000pro:2"),
+        ("NVIDIA H200 MIG 1g.18gb", None),  # an eighth of the card's memory
+        ("NVIDIA H200 NVL", None),  # fewer operations per second than the card with SXM
+        ("NVIDIA H100 PCIe", None),
+        ("TPU v5 lite", None),
+    ],
+)
+def test_only_whole_cards_of_a_known_model_are_recognized(kind, name, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)] * 2)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert here() == (name and parse(name))
