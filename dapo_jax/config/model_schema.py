@@ -96,9 +96,9 @@ class SamplingConfig(Section, at="sampling"):
         "", choices=["", "int8", "float8_e4m3fn"], aliases="kv_cache_dtype", may_change=True
     )
     """Dtype of cached keys and values. Defaults to model.compute_dtype. The 8-bit types use one scale per token and head. Compared with bfloat16, the cache stores twice as many
-    tokens and is read twice as fast. The sampler's log-probabilities then differ more from the trainer's, so training needs loss.importance_range=[0,2] or another loss.correction."""
+    tokens and is read twice as fast. The sampler's log-probabilities then differ more from the trainer's, so training needs loss.importance_range=[0,2], another loss.correction, or loss.old_logprobs=sampler."""
     weight_dtype: str = key("", choices=["", "int8"], aliases="quantization", may_change=True)
-    """Dtype of the sampler's weight matrices. Defaults to model.compute_dtype. int8 uses one scale per output feature. Training then needs loss.importance_range=[0,2] or another loss.correction."""
+    """Dtype of the sampler's weight matrices. Defaults to model.compute_dtype. int8 uses one scale per output feature. Training then needs the same correction as with cache_dtype."""
     batch_invariant: bool = key(False, may_change=True)
     """Make log-probabilities bitwise independent of the other responses in the batch, of `sampling.slots` and of the number of processes. Each device then decodes eight
     slots at a time and prefills each prompt separately, which is slower. If false, log-probabilities depend on these three, but only by rounding."""

@@ -400,6 +400,12 @@ class TrainConfig(RunConfig):
         low, high = loss.importance_range or IMPORTANCE_RANGES[kind]
         return Correction(kind, low, high)
 
+    @property
+    def corrects_sampler(self) -> bool:
+        """Whether the loss corrects for a sampler whose policy differs from the trainer's: with importance weights, or because its ratio divides by the
+        sampler's probabilities."""
+        return self.correction.kind != "none" or self.loss.old_logprobs == "sampler"
+
     def logs_rollouts(self, step: int) -> bool:
         """Returns whether the rollouts of this step are logged. They are logged in the first step, in the last step, and every `log.rollouts_every_steps` steps."""
         every = self.log.rollouts_every_steps
@@ -417,9 +423,9 @@ class TrainConfig(RunConfig):
             remedy = "all responses of a group would be equal: greedy is for eval.temperature only"
             self.refuse("sampling.temperature", "more than 0 for training", remedy)
         for name in ("cache_dtype", "weight_dtype"):
-            if getattr(sampling, name) and self.correction.kind == "none":
-                remedy = "a rounded sampler is another policy: set loss.importance_range=[0,2] or another loss.correction to correct for it, or leave it empty"
-                self.refuse(f"sampling.{name}", "a loss.correction for training", remedy)
+            if getattr(sampling, name) and not self.corrects_sampler:
+                remedy = "a rounded sampler is another policy: set loss.importance_range=[0,2] or another loss.correction, set loss.old_logprobs=sampler, or leave it empty"
+                self.refuse(f"sampling.{name}", "a loss that corrects for it", remedy)
         buffer, most = self.reward.overlong.buffer_tokens, self.episode_tokens
         if self.reward.overlong.enabled and buffer > most:
             name = (
@@ -536,7 +542,7 @@ class TrainConfig(RunConfig):
     def _check_in_flight(self) -> None:
         in_flight, group = self.rollout.in_flight, self.batch.group_size
         limit = self.sampling.max_response_tokens
-        if self.loss.correction == "none" and self.loss.old_logprobs == "trainer":
+        if not self.corrects_sampler:
             remedy = "without importance weights, training on tokens of older weights collapses: leave it out, or set loss.old_logprobs=sampler"
             needs = f"auto or importance weights with rollout.in_flight = {in_flight}"
             self.refuse("loss.correction", needs, remedy)

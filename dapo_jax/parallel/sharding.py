@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from dapo_jax.models.tensors import Cut, Rows, Shape
@@ -42,7 +42,9 @@ SAMPLER_RULES: Mapping[str, str | None] = {
 table of the layers' own embeddings, with the axis `layer_embed`, is split, because it is large, and a step reads only a few of its rows. A sampler has no axis `fsdp`."""
 
 
-def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINER_RULES) -> PyTree:
+def shardings(
+    tree: PyTree, mesh: Mesh | AbstractMesh, rules: Mapping[str, str | None] = TRAINER_RULES
+) -> PyTree:
     """Returns a `NamedSharding` for every leaf of `tree`, from the logical axes of its `nnx.Variable`.
 
     Additional leading dimensions, such as the dimension of stacked layers, are not sharded. A leaf without logical axes is replicated. Raises ValueError if a

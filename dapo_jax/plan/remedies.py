@@ -3,20 +3,27 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.loading import replaced
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.sharding import shardings
 from dapo_jax.plan.compiled import needed_bytes
 from dapo_jax.plan.decoder import decoder_of
 from dapo_jax.plan.memory import together
 from dapo_jax.plan.plan import Plan, plan
+from dapo_jax.plan.roofline import prefill_shape_of
 from dapo_jax.plan.topologies import Topology, devices_of
 from dapo_jax.plan.workload import Assumptions
+from dapo_jax.run.training_pass import for_mesh
+from dapo_jax.sampling.engine_spec import BLOCK_SLOTS
 
 _LEAST = 0.005
 """Arrays below this fraction of a device's memory are not listed."""
@@ -80,30 +87,32 @@ def held_in(plan: Plan, program: str) -> list[ResidentPart]:
 def _ways(plan: Plan, part: str, held: int, over: int) -> Iterator[Way]:
     """Yields changes that shrink `part`, which occupies `held` bytes, for a program that exceeds the limit by `over` bytes."""
     config, sizes = plan.config, plan.sizes
+    adapters = plan.decoder.lora is not None and part in ("train state", "gradient", "sampler weights")
     match part:
         case "train state" | "gradient" | "frozen weights":
             if part == "train state" and plan.resident.moments:
                 note = " (keeps the moments in host memory)"
                 yield _way({"optimizer.offload": True}, note, frees=plan.resident.moments)
-            yield _more_devices(plan, held)
+            yield _more_devices(plan, held, adapters=adapters)
         case "reference policy":
             yield Way("loss.kl_coef=0", held)
         case "decode state":
             yield from _smaller_cache(plan, held, over)
         case "sampler weights" | "sampler's frozen weights":
-            yield from _smaller_weights(plan, held)
+            yield from _smaller_weights(plan, held, adapters=adapters)
         case "paused responses":
             slots, group = config.sampling.slots * sizes.samplers, config.batch.group_size
             if slots >= group:
                 change = f"rollout.in_flight={slots // group * group} (of {config.rollout.in_flight})"
                 yield Way(change, held)
         case "prefilled prompts":
-            if (half := config.sampling.prefill_tokens // 2) >= config.data.max_prompt_tokens:
-                yield _way({"sampling.prefill_tokens": half}, frees=held // 2)
+            rows, width = (shape := prefill_shape_of(config)).rows, shape.width
+            if fewer := rows // 2:
+                yield _way({"sampling.prefill_tokens": fewer * width}, frees=held * (rows - fewer) // rows)
         case "minibatches":
-            if plan.work.updates > 1:
-                change = f"batch.prompts_per_step={config.batch.prompts_per_step // 2} (half as many updates per step)"
-                yield Way(change, held // 2)
+            if fewer := (updates := plan.work.updates) // 2:
+                change = f"batch.prompts_per_step={fewer * config.batch.groups_per_update} ({fewer} of {updates} updates per step)"
+                yield Way(change, held * (updates - fewer) // updates)
         case "sequence prefilled in chunks" | "sequence that waits for its slot":
             limit = config.sampling.max_response_tokens
             yield Way(f"a lower sampling.max_response_tokens (now {limit})")
@@ -115,16 +124,18 @@ def _way(tries: Changes, note: str = "", *, frees: int | None = None) -> Way:
     return Way(" ".join(_overrides(tries)) + note, frees=frees, tries=tries)
 
 
-def _more_devices(plan: Plan, held: int) -> Way:
-    """Returns a change that shards arrays over twice as many devices, taken from the data axis if possible, and otherwise from a larger topology."""
+def _more_devices(plan: Plan, held: int, *, adapters: bool) -> Way:
+    """Returns a change that shards arrays over twice as many devices, taken from the data axis if possible, and otherwise from a larger topology.
+    Only some matrices of `adapters` are sharded, so the freed bytes are then not stated."""
     train, rows = plan.sizes.train, plan.config.batch.rows_per_microbatch
+    frees = None if adapters else held // 2
     if train["data"] % 2 == 0:
         tries = {"parallel.fsdp": 2 * train["fsdp"], "parallel.data": train["data"] // 2}
-        return _way(tries, frees=held // 2)
+        return _way(tries, frees=frees)
     over = 2 * train["fsdp"] * train["data"]
     filled = f" batch.rows_per_microbatch={-(-rows // over) * over}" if rows % over else ""
     change = f"parallel.fsdp={2 * train['fsdp']}{filled} on twice as many devices"
-    return Way(change, held // 2)
+    return Way(change, frees)
 
 
 def _smaller_cache(plan: Plan, held: int, over: int) -> Iterator[Way]:
@@ -136,13 +147,14 @@ def _smaller_cache(plan: Plan, held: int, over: int) -> Iterator[Way]:
         pages.bytes(plan.token_bytes) // spread,
     )
     fewer = math.floor(pages.fitting(cache - over, plan.token_bytes)) * unit if fits is None else fits.tokens
+    block = spread * (BLOCK_SLOTS if config.batch_invariant else 1)
     fewer = max(pages.holder_pages() * unit, fewer if fewer < tokens else tokens // 2)
     fewer -= fewer % unit
-    if pages.table_pages > 1 and fewer < tokens:
+    if pages.table_pages > 1 and fewer < tokens and not config.batch_invariant:
         frees = cache - replace(pages, pool_pages=fewer // unit).bytes(plan.token_bytes) // spread
         yield _way({"sampling.cache_tokens": fewer}, f" (of {tokens})", frees=frees)
-    elif config.slots > spread:
-        half = config.slots // 2 // spread * spread
+    elif config.slots > block and not plan.config.rollout.in_flight:
+        half = config.slots // 2 // block * block
         frees = held * (config.slots - half) // config.slots
         yield _way({"sampling.slots": half}, f" (of {config.slots})", frees=frees)
     if not config.cache_dtype:
@@ -153,13 +165,14 @@ def _smaller_cache(plan: Plan, held: int, over: int) -> Iterator[Way]:
         yield Way(f"sampling.cache_dtype=int8{_correction(plan.config)}", frees)
 
 
-def _smaller_weights(plan: Plan, held: int) -> Iterator[Way]:
+def _smaller_weights(plan: Plan, held: int, *, adapters: bool) -> Iterator[Way]:
+    """Yields changes that shrink the sampler's weights. `adapters` cannot be stored in 8 bits."""
     devices, tensor, heads = plan.sizes.sampler_devices, plan.sizes.sampler["tensor"], plan.decoder.heads
     wider = [more for more in range(tensor + 1, devices + 1) if devices % more == 0 and heads % more == 0]
     if wider:
         frees = held - held * tensor // wider[-1]
         yield _way({"parallel.sampler_tensor": wider[-1]}, f" (now {tensor})", frees=frees)
-    if not plan.config.sampling.weight_dtype:
+    if not adapters and not plan.config.sampling.weight_dtype:
         change = f"sampling.weight_dtype=int8{_correction(plan.config)}"
         yield Way(change, held - held // jnp.dtype(plan.config.model.compute_dtype).itemsize)
     if not wider and plan.sizes.samplers > 1 and heads % (2 * tensor) == 0:
@@ -169,8 +182,8 @@ def _smaller_weights(plan: Plan, held: int) -> Iterator[Way]:
 
 
 def _correction(config: TrainConfig) -> str:
-    """Returns a note that int8 sampling needs importance weights, or an empty string if they are already configured."""
-    return " (with loss.importance_range=[0,2])" if config.correction.kind == "none" else ""
+    """Returns a note that int8 sampling needs importance weights, or an empty string if the loss already corrects for the sampler's rounding."""
+    return "" if config.corrects_sampler else " (with loss.correction=truncate)"
 
 
 def _fewer_activations(plan: Plan) -> Iterator[Way]:
@@ -183,8 +196,12 @@ def _fewer_activations(plan: Plan) -> Iterator[Way]:
     if rows > least:
         yield _way({"batch.rows_per_microbatch": least}, f" (now {rows})")
     elif model.remat == "full" and tensor < 8 and fsdp % 2 == 0:
-        half = {"parallel.fsdp": fsdp // 2, "parallel.tensor": 2 * tensor}
-        yield _way({**half, "batch.rows_per_microbatch": least // 2}, " (fewer tokens per device)")
+        half = {"fsdp": fsdp // 2, "tensor": 2 * tensor}
+        mesh = AbstractMesh(tuple({**train, **half}.values()), tuple(train))
+        with suppress(ValueError):  # the number of heads may not be divisible by `tensor`
+            shardings(shapes_of(for_mesh(plan.decoder, mesh)), mesh)
+            changes = {f"parallel.{axis}": size for axis, size in half.items()}
+            yield _way({**changes, "batch.rows_per_microbatch": least // 2}, " (fewer tokens per device)")
 
 
 def suggestions(

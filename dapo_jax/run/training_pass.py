@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from dapo_jax.config import BatchConfig, ConfigError, ModelConfig, SftBatchConfig, TrainConfig
 from dapo_jax.config.keys import named
@@ -94,7 +94,7 @@ def training_pass(
     )
 
 
-def for_mesh(decoder: DecoderConfig, *meshes: Mesh) -> DecoderConfig:
+def for_mesh(decoder: DecoderConfig, *meshes: Mesh | AbstractMesh) -> DecoderConfig:
     """Pads the decoder's vocabulary, so that it can be split over each of the meshes."""
     for mesh in meshes:
         tensor = mesh.shape["tensor"]

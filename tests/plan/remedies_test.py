@@ -7,7 +7,7 @@ from rich.console import Console
 
 from dapo_jax.config import load_config
 from dapo_jax.plan.compiled import CompiledProgram, ProgramMemory
-from dapo_jax.plan.memory import phases
+from dapo_jax.plan.memory import phases, together
 from dapo_jax.plan.output import show_verdict
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.remedies import Tried, held_in
@@ -55,8 +55,8 @@ def test_a_program_that_is_refused_alone_is_listed_with_the_resident_arrays():
 
 def test_keys_that_are_set_already_are_not_named():
     plain = ways(failed())
-    assert "sampling.weight_dtype=int8 (with loss.importance_range=[0,2])" in plain["sampler weights"]
-    assert "sampling.cache_dtype=int8 (with loss.importance_range=[0,2])" in plain["decode state"]
+    assert "sampling.weight_dtype=int8 (with loss.correction=truncate)" in plain["sampler weights"]
+    assert "sampling.cache_dtype=int8 (with loss.correction=truncate)" in plain["decode state"]
     corrected = ways(failed(["loss.correction=mask"]))
     assert "sampling.weight_dtype=int8" in corrected["sampler weights"]
     eight = ["sampling.weight_dtype=int8", "sampling.cache_dtype=int8", "loss.importance_range=[0,2]"]
@@ -75,6 +75,54 @@ def test_fewer_responses_in_flight_need_no_logits_of_paused_ones():
     paused = ways(failed(["rollout.in_flight=32768"]))["paused responses"]
     assert paused == ["rollout.in_flight=9216 (of 32768)"]
     assert "paused responses" not in ways(failed(["rollout.in_flight=9216"]))
+
+
+PROGRAMS = ("generate", "prefill_rows", "prefill_part", "score", "update_add_longest", "update_apply")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        # The 28 heads, and 4 of keys and values, are not divisible by 8.
+        ("dapo_qwen2.5_7b", []),
+        # Half of three updates is one.
+        ("gsm8k_qwen3_0.6b", ["batch.prompts_per_step=48", "batch.groups_per_update=16"]),
+        # Each device decodes blocks of 8 slots, and the cache must have room for all slots.
+        ("gsm8k_qwen3_0.6b", ["sampling.batch_invariant=true", "sampling.slots=192"]),
+        # The prompts at once fill fewer rows than 65,536 tokens.
+        ("gsm8k_qwen3_0.6b_lora", ["sampling.prefill_tokens=65536"]),
+        # The ratio of the loss corrects for a rounded sampler, and allows no importance weights.
+        ("gsm8k_qwen3_0.6b", ["loss.old_logprobs=sampler", "sampling.cache_tokens=65536"]),
+        # The cache has room for the responses in flight, whatever the number of slots.
+        ("quickstart_in_flight", ["loss.kl_coef=0.1"]),
+    ],
+)
+def test_each_change_is_accepted_and_frees_the_bytes_that_it_states(name, overrides):
+    """On devices with 10 MiB, so that all arrays are listed. A change may free more, for example if trainer and sampler then share weights."""
+
+    def planned(more):
+        made, topology = plan(load_config(name, [*overrides, *more])), parse("v5p:4x4x8")
+        small = replace(topology, chip=replace(topology.chip, hbm_gib=10 / 1024))
+        memory = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=80 * GIB, code=0)
+        found = phases(dict.fromkeys(PROGRAMS, memory), made.resident, updates=made.work.updates)
+        return replace(made, topology=small, phases=found)
+
+    made = planned([])
+    found = {
+        way.change: (program, held, way)
+        for program in PROGRAMS
+        for held in held_in(made, program)
+        for way in held.ways
+        if not way.change.startswith("a lower sampling.max_response_tokens")
+    }
+    assert len(found) > 3
+    for change, (program, held, way) in found.items():
+        text, _, condition = change.removesuffix(" on twice as many devices").partition(" (with ")
+        keys = [text.partition(" (")[0], condition.removesuffix(")")]
+        less = planned(" ".join(keys).split())
+        if way.frees is not None:
+            left = together(program, less.resident, updates=less.work.updates)[1].get(held.part, 0)
+            assert held.bytes - left >= 0.9 * way.frees, change
 
 
 def test_an_update_is_answered_with_fewer_rows_and_rematerialisation():
