@@ -424,7 +424,7 @@ class TrainConfig(RunConfig):
             self.refuse("sampling.temperature", "more than 0 for training", remedy)
         for name in ("cache_dtype", "weight_dtype"):
             if getattr(sampling, name) and not self.corrects_sampler:
-                remedy = "a rounded sampler is another policy: set loss.importance_range=[0,2] or another loss.correction, set loss.old_logprobs=sampler, or leave it empty"
+                remedy = "a rounded sampler is another policy: set loss.correction=truncate or loss.old_logprobs=sampler, or leave it empty"
                 self.refuse(f"sampling.{name}", "a loss that corrects for it", remedy)
         buffer, most = self.reward.overlong.buffer_tokens, self.episode_tokens
         if self.reward.overlong.enabled and buffer > most:

@@ -94,7 +94,7 @@ def _ways(plan: Plan, part: str, held: int, over: int) -> Iterator[Way]:
                 note = " (keeps the moments in host memory)"
                 yield _way({"optimizer.offload": True}, note, frees=plan.resident.moments)
             yield _more_devices(plan, held, adapters=adapters)
-        case "reference policy":
+        case "reference policy" if config.loss.kl_coef:
             yield Way("loss.kl_coef=0", held)
         case "decode state":
             yield from _smaller_cache(plan, held, over)

@@ -73,7 +73,7 @@ batch.prompts_per_step=100 -> batch.prompts_per_step: found 100; 100 = 3 x 32 + 
 batch.group_size=1 -> batch.group_size: found 1; dynamic_sampling.enabled=false
 batch.row_tokens=22527 -> row_tokens: found 22527; 2048 + 20480 = 22528 > 22527; raise it to 22528
 loss.clip_ratio_high=0.1 -> loss.clip_ratio_high: found 0.1; 0.1 < 0.2; loss.clip_ratio_low
-sampling.cache_dtype=int8 -> sampling.cache_dtype: found 'int8'; loss.importance_range=[0,2]; loss.correction; loss.old_logprobs=sampler
+sampling.cache_dtype=int8 -> sampling.cache_dtype: found 'int8'; loss.correction=truncate; loss.old_logprobs=sampler
 sampling.cache_dtype=int8 loss.correction=none -> sampling.cache_dtype: found 'int8'
 loss.old_logprobs=sampler loss.importance_range=[0,2] -> importance_range: found [0.0, 2.0]; pi_old / pi_sampler; []
 loss.old_logprobs=sampler loss.correction=truncate -> loss.correction: found 'truncate'; loss.old_logprobs=trainer
