@@ -1,6 +1,7 @@
 """Array sharding: the tables that map logical axes to mesh axes, and the loading of sharded tensors from files."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,8 @@ def shardings(
     dimension is not divisible by the size of its mesh axis.
     """
 
+    common, refused = dict[str, int](), list[tuple[str, str]]()
+
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, nnx.Variable) and isinstance(parts := leaf.get_value(), Quantized):
             values = place(path, leaf.replace(parts.values)).get_value()
@@ -65,18 +68,28 @@ def shardings(
             # A device has whole experts. If their number cannot be divided, the matrices are split along `embed` like others.
             whole = leaf.shape[axes.index("experts") - len(axes)] % mesh.shape[over["experts"]] == 0
             over["embed" if whole else "experts"] = None
-        spec = [None] * (leaf.ndim - len(axes)) + [over[axis] for axis in axes]
-        for size, axis in zip(leaf.shape, spec, strict=True):
-            if axis is not None and size % mesh.shape[axis]:
-                fits = [str(n) for n in range(1, min(size, mesh.size) + 1) if size % n == 0]
-                raise ValueError(
-                    f"parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} has a dimension of {size}, which "
-                    f"is not divisible by parallel.{axis}={mesh.shape[axis]}; on up to {mesh.size} devices, use {', '.join(fits)}"
-                )
+        names = [None] * (leaf.ndim - len(axes)) + list(axes)
+        spec = [None if name is None else over[name] for name in names]
+        for name, size, axis in zip(names, leaf.shape, spec, strict=True):
+            if axis is not None:
+                if name != "vocab":  # it is padded to a multiple of the axis (`for_mesh`)
+                    common[axis] = math.gcd(common.get(axis, 0), size)
+                if size % mesh.shape[axis]:
+                    where = f"{jax.tree_util.keystr(path)} of shape {leaf.shape} has a dimension of {size}"
+                    refused.append((axis, where))
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
 
-    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    placed = jax.tree_util.tree_map_with_path(
+        place, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+    for axis, where in refused[:1]:
+        fits = [str(n) for n in range(1, mesh.size + 1) if common[axis] % n == 0]
+        raise ValueError(
+            f"parameter {where}, which is not divisible by parallel.{axis}={mesh.shape[axis]}; "
+            f"on up to {mesh.size} devices, use {', '.join(fits)}"
+        )
+    return placed
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

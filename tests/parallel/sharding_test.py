@@ -60,6 +60,8 @@ def test_the_sampler_keeps_the_embedding_axis_whole(mesh):
         ({"vocab_size": 19}, {"tensor": 2}, r"embedding.*\(19, 32\).* 19, .*parallel\.tensor=2"),
         ({"kv_heads": 2}, {"tensor": 4}, r"'key'.*\(2, 2, 8, 32\).* 2, .*parallel\.tensor=4"),
         ({"embed_dim": 36}, {"fsdp": 8}, r" 36, .*parallel\.fsdp=8.* 1, 2, 3, 4, 6"),
+        # 60 is divisible by 4, but the number of key heads is 2.
+        ({"mlp_dim": 60}, {"tensor": 8}, r"'down'.* 60, .*parallel\.tensor=8; .* use 1, 2$"),
     ],
 )  # fmt: skip
 def test_a_dimension_that_does_not_divide_is_refused_with_the_arithmetic(changes, axes, message):
