@@ -402,8 +402,7 @@ class TrainConfig(RunConfig):
 
     @property
     def corrects_sampler(self) -> bool:
-        """Whether the loss corrects for a sampler whose policy differs from the trainer's: with importance weights, or because its ratio divides by the
-        sampler's probabilities."""
+        """Whether the loss corrects for a sampler with another policy than the trainer's: with importance weights, or because its ratio is to the sampler's policy."""
         return self.correction.kind != "none" or self.loss.old_logprobs == "sampler"
 
     def logs_rollouts(self, step: int) -> bool:
@@ -544,8 +543,7 @@ class TrainConfig(RunConfig):
         limit = self.sampling.max_response_tokens
         if not self.corrects_sampler:
             remedy = "without importance weights, training on tokens of older weights collapses: leave it out, or set loss.old_logprobs=sampler"
-            needs = f"auto or importance weights with rollout.in_flight = {in_flight}"
-            self.refuse("loss.correction", needs, remedy)
+            self.refuse("loss.correction", f"importance weights with rollout.in_flight = {in_flight}", remedy)
         if in_flight % group:
             needs = f"a multiple of batch.group_size = {group}, or 0 (waves)"
             remedy = f"whole groups of {group} responses are replaced: use {-(-in_flight // group) * group}"
