@@ -16,8 +16,9 @@ from tests.rewards import grading_pool_test as pools
 # Slow: both files again, and each worker is an actor. tests/cluster/remote_worker_test.py has quick tests.
 pytestmark = pytest.mark.slow
 
-# These start interpreters of their own, whose workers are on this machine, or count threads of this process.
+# These start interpreters of their own, whose workers are on this machine, count threads of this process, or bring their own kind of worker.
 LOCAL = {
+    "test_a_death_before_the_answer_to_the_call_before_was_read_is_counted",
     "test_a_busy_worker_ends_with_a_trainer_that_is_killed",
     "test_modules_of_the_current_folder_shadow_no_module_of_python_or_this_package",
 }
