@@ -84,7 +84,7 @@ def shardings(
         place, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
     )
     for axis, where in refused[:1]:
-        fits = [str(n) for n in range(1, mesh.size + 1) if common[axis] % n == 0]
+        fits = [str(n) for n in range(1, mesh.size + 1) if common.get(axis, 0) % n == 0]
         raise ValueError(
             f"parameter {where}, which is not divisible by parallel.{axis}={mesh.shape[axis]}; "
             f"on up to {mesh.size} devices, use {', '.join(fits)}"

@@ -69,6 +69,11 @@ def test_a_dimension_that_does_not_divide_is_refused_with_the_arithmetic(changes
         shardings(shapes_of(tiny_decoder_config(**changes)), make_mesh(**{"fsdp": -1, **axes}))
 
 
+def test_a_vocabulary_alone_is_refused_too():
+    with pytest.raises(ValueError, match=r"embedding.* 19, .*parallel\.tensor=2"):
+        shardings(shapes_of(tiny_decoder_config(vocab_size=19))["ends"], make_mesh(data=1, fsdp=-1, tensor=2))
+
+
 def test_a_sharded_decoder_has_the_logits_of_a_whole_one(mesh):
     graph, params = graph_of(EVERYTHING), tiny_params(EVERYTHING)
     rng = np.random.default_rng(0)
