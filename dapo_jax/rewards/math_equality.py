@@ -19,6 +19,8 @@ _REALS = Several("(", (-sympy.oo, sympy.oo), ")")
 DIGITS = 50
 """Number of digits that must agree for irrational numbers to be equal."""
 
+MOST_BITS_AT_A_POINT = 1_000_000
+"""A point at which a power such as 2^{n^100} has more bits is skipped."""
 _POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13), (-41, -17, 13), (230, 7, 3), (-230, -7, 3), (5, 3, 97), (18, 2, 13))  # fmt: skip
 """At the n-th point (a, b, c), the variables have the values a/c, (a + b)/c, (a + b * 2^n)/c, (a + b * 3^n)/c, ..."""
 
@@ -65,9 +67,11 @@ class _Comparison(NamedTuple):
             return self._within(gold, answer, once=False) and self._within(answer, gold, once=False)
         if len(gold.items) != len(answer.items):
             return False
-        if kinds <= {r"\{\}", ""} or kinds == {UNION}:
+        any_order = kinds <= {r"\{\}", ""} and not _has_order(gold, answer)
+        if any_order or kinds == {UNION}:
             return self._within(gold, answer, once=True)
-        return (len(kinds) == 1 or kinds == {"()", ""}) and all(map(self.equal, gold.items, answer.items))
+        comparable = len(kinds) == 1 or kinds in ({"()", ""}, {r"\{\}", ""})
+        return comparable and all(map(self.equal, gold.items, answer.items))
 
     def _same_pieces(self, gold: sympy.Set, answer: sympy.Set) -> bool:
         """Returns whether two sets consist of equal intervals and points."""
@@ -99,7 +103,7 @@ class _Comparison(NamedTuple):
             return False
         # One equation must be a multiple of the other. For an inequality, the factor must be positive.
         ratios = [sympy.N((a - b) / (c - d), DIGITS) for a, b, c, d in _at_points(sides)]
-        if not all(ratio.is_finite and _are_close(ratio, ratios[0]) for ratio in ratios):
+        if not ratios or not all(ratio.is_finite and _are_close(ratio, ratios[0]) for ratio in ratios):
             return False
         return bool(ratios[0].is_positive if gold.signs[0] in "<≤" else ratios[0].is_nonzero)
 
@@ -125,17 +129,25 @@ class _Comparison(NamedTuple):
     def _same_number(self, gold: Any, answer: Any) -> bool:
         if gold == answer:
             return True
-        if gold.has(sympy.oo) or answer.has(sympy.oo):
+        if gold.has(sympy.oo, -sympy.oo) or answer.has(sympy.oo, -sympy.oo):
             return False
         difference = gold - answer
         if difference.free_symbols:
             # Comparing the expanded expressions could take very long: (x + y + z)^50 has 1,326 terms.
-            return all(starmap(_are_close, _at_points((_with_constant(gold), _with_constant(answer)))))
+            points = _at_points((_with_constant(gold), _with_constant(answer)))
+            return bool(points) and all(starmap(_are_close, points))
         for decimal, other in ((gold, answer), (answer, gold)):
             last = self.decimals.get(abs(decimal))
             if last is not None and abs(other) not in self.decimals:
                 return bool(sympy.N(sympy.Abs(difference), DIGITS) <= last / 2)
         return not (gold.is_Rational and answer.is_Rational) and _are_close(gold, answer)
+
+
+def _has_order(gold: Several, answer: Several) -> bool:
+    """Returns whether the names in the reference, as in x = 1, y = 2, give the order of the values in an answer without names."""
+    labels = [getattr(item, "sides", (None,))[0] for item in gold.items]
+    names = {str(label).split("_")[0] for label in labels if isinstance(label, sympy.Symbol)}
+    return len(names) == len(labels) > 1 and not any(isinstance(item, Relation) for item in answer.items)
 
 
 def _with_constant(integral: Any) -> Any:
@@ -166,8 +178,24 @@ def _are_close(first: Any, second: Any) -> bool:
     return bool(difference <= sympy.N(sympy.Abs(first), DIGITS) * sympy.Rational(1, 10**DIGITS))
 
 
+def _value_at(point: dict[Any, Any], expression: Any) -> Any:
+    """Evaluates an expression. Raises ValueError for a power with more than `MOST_BITS_AT_A_POINT` bits, because responses are untrusted."""
+    if not expression.args:
+        return point.get(expression, expression)
+    values = [_value_at(point, argument) for argument in expression.args]
+    if expression.is_Pow and values[1].is_Rational:
+        base, exponent = values
+        bits = max(abs(base.p), base.q).bit_length() if base.is_Rational else 10
+        if bits * abs(exponent) > MOST_BITS_AT_A_POINT:
+            raise ValueError(f"a power with the exponent {exponent}")
+    return expression.func(*values)
+
+
 def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
-    """Evaluates the expressions at three points at which all of them are real, with positive and negative values of the variables."""
+    """Evaluates the expressions at three points at which all of them are real, with positive and negative values of the variables.
+
+    Points at which a power is very large, such as 2^{n^100}, are skipped. The list is empty if no point is left.
+    """
     names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
     # Even roots and logarithms are real only for positive numbers.
     roots = (root for expression in expressions for root in expression.atoms(sympy.Pow, sympy.log))
@@ -177,8 +205,11 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
     for degree, (start, step, under) in enumerate(_POINTS, 1):
         # With the same degree everywhere, a + d would always equal b + c.
         point = {name: sympy.Rational(start + step * i**degree, under) for i, name in enumerate(names)}
-        every.append([expression.subs(point) for expression in expressions])
-        within = all(sympy.N(base.subs(point)).is_nonnegative for base in positive)
+        try:
+            every.append([_value_at(point, expression) for expression in expressions])
+            within = all(sympy.N(_value_at(point, base)).is_nonnegative for base in positive)
+        except ValueError:  # a very large power
+            continue
         if within and all(value.is_Rational or sympy.N(value).is_real for value in every[-1]):
             real.append(every[-1])
         if len(real) == 3:

@@ -149,7 +149,8 @@ SAME = [  # statements that mean the same as the reference
     (r"15\text{ cm}^2", "15"), ("m^2+2m+1", "(m+1)^2"), (r"\frac{m^2}{2}", r"\frac{1}{2}m^2"), (r"5\text{ m}^2", r"5\mathrm{ m}^2"), (r"9.8\text{ m/s}^2", "9.8 m/s^2"),
     (r"\frac{\pi}{6}", r"30^\circ"), ("30\xb0", r"\frac{\pi}{6}"), ("30\xb0, 60\xb0", r"\frac{\pi}{6}, \frac{\pi}{3}"), ("x=30\xb0", r"x=\frac{\pi}{6}"), ("30", r"30^\circ"),
     (r"\sin 30^\circ", "1/2"), ("12{:}00", "12:00"), ("3{:}4", "3:4"), (r"12\text{ in}^2", "12"), ("12", r"12\text{ in}^2"), (r"5^\circ\text{C}", "5\xb0C"), ("5 degrees Celsius", "5\xb0C"),
-    ("5", "5\xb0C"), ("5 USD", r"\$5"), ("5 EUR", "\u20ac5"),
+    ("5", "5\xb0C"), ("5 USD", r"\$5"), ("5 EUR", "\u20ac5"), ("3, 4", "x=3, y=4"), ("y=4, x=3", "x=3, y=4"), (r"\{3, 4\}", "x=3, y=4"), ("4, 3", "x=3 or x=4"),
+    ("4, 3", "x_1=3, x_2=4"), ("a=4, b=3", "3, 4"), (r"2^{n^{100}}+\sqrt{n-2}", r"\sqrt{n-2}+2^{n^{100}}"),
 ]  # fmt: skip
 
 DIFFERENT = [  # statements that do not; many hold the reference as a fragment, or are a fragment of it
@@ -292,7 +293,9 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     ("15 cm", r"15\text{ cm}^2"), (r"5\text{ cm}^2", r"5\text{ cm}^3"), ("15 square cm", "15 cm"), ("15 cubic cm", "15 square cm"), (r"5\text{ m}^2", r"5\text{ m}^3"),
     ("15 ft^2", "15 feet"), ("30\xb0", r"30\text{ rad}"), (r"30\text{ radians}", r"30^\circ"), ("30\xb0", r"\frac{\pi}{3}"), ("30", r"\frac{\pi}{6}"), ("25\xb0C", r"\frac{5\pi}{36}"),
     ("50%", r"\frac{\pi}{360}"), (r"\frac{\pi}{2}", "90"), ("5 USD", "5 EUR"), ("\xa35", "\u20ac5"), ("5 GBP", "5 dollars"), ("5\xb0C", "5\xb0F"),
-    (r"5^\circ\text{C}", r"5^{\circ}\text{F}"), ("5 celsius", "5 fahrenheit"),
+    (r"5^\circ\text{C}", r"5^{\circ}\text{F}"), ("5 celsius", "5 fahrenheit"), ("5", r"-\infty"), ("-5", r"-\infty"), (r"-\infty", "-5"), ("x", r"-\infty"),
+    ("(-1, 0]", r"(-\infty, 0]"), ("-5<x<3", r"(-\infty,3)"), (r"(-2,-1)\cup(1,\infty)", r"(-\infty,-1)\cup(1,\infty)"), (r"(-1,\infty)", r"\mathbb{R}"), ("x>-1", r"\mathbb{R}"),
+    (r"\infty", r"-\infty"), ("4, 3", "x=3, y=4"), ("4 and 3", r"a = 3 \text{ and } b = 4"), ("3,2,1", "a=1, b=2, c=3"), (r"\{4, 3\}", "x=3, y=4"), ("3, 2", "f(1)=2, f(2)=3"),
 ]  # fmt: skip
 
 SAME_RESPONSES = [  # whole responses
