@@ -28,7 +28,7 @@ _PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|(?<=[0-9])'(?=[0-9])|[^\
 _RUN = re.compile(rf"{_PIECE}+(?: {_PIECE}+)*")
 """Matches a run: digits and all characters joined to them. `3-5`, `1/2` and `1 000` are one run each, but `48 = 48` is two runs."""
 _CHANGED_BEFORE = re.compile(
-    r"(?:(?i:\b(?:not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above|under"
+    r"(?:(?i:\b(?:not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above|under|log|ln|sin|cos|tan"
     r"|except|without|odd|even|(?:divid|multipli)ed by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|half|halves|thirds?|quarters?|\w+ths?) of)"
     r"|n['\u2019]t)\s*|(?<![A-Za-z])[A-Za-zπ]|(?<![<>])[<>≤≥]\s*)\Z"
 )
@@ -37,6 +37,11 @@ _CHANGED_AFTER = re.compile(
     r"|crores?|\w+illions?|squared|cubed|base|mod|modulo|divided|multiplied|factorial)\b|[A-Za-zπ](?![^\W\d_])|[A-Za-z]?[\^_]"
 )
 """Like `_CHANGED_BEFORE`, matches words and letters next to the last number of a text that change it, as in minus 5, 2x or 5k."""
+_FRACTION = re.compile(r"(?:(-) *)?\\[dtc]?frac(?:\{([0-9]+)\}|\s*([0-9]))(?:\{([0-9]+)\}|\s*([0-9]))")
+_SPACED_SIGN = re.compile(
+    r"(?:(?<==)|(?<![^\s(=:]\$)(?<=\$)|(?<=\bis)|(?<=\bare)|(?<=\bequals)) *- +(?=\\?[$€£¥₹]?\.?[0-9])"
+)
+"""Matches the sign of a negative number, as in = - 5. Elsewhere, a dash and a space, as in Profit - 5, are not a sign."""
 _HEADING = re.compile(r"[*_\s]*[A-Za-z]")
 _TAG = re.compile(r"</?[A-Za-z_]+>")
 _IN_TAGS = re.compile(r"(?is).*<(?:final_)?answer>(.*?)(?:</|\Z)")
@@ -107,7 +112,8 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     text = _WRAPPER.sub(" ", _TAG.sub(" ", in_digits(joined_thousands(plain(text)))))
     text = re.sub(r"(?<=[0-9])\s*(?:[xX]|\\times|\\cdot)\s*(?=[0-9])", "*", text)
     text = re.sub(r"(?<=[0-9])\s*\*\s*10\s*\^\s*(\{)?([-+]?[0-9]+)(?(1)\})(?!\.?[0-9])", r"e\2", text)
-    text = re.sub(r"\\[dtc]?frac(?:\{([0-9]+)\}|\s*([0-9]))(?:\{([0-9]+)\}|\s*([0-9]))", r" \1\2/\3\4", text)
+    text = _FRACTION.sub(lambda m: f"{m[1] or ' '}{m[2] or m[3]}/{m[4] or m[5]}", text)
+    text = _SPACED_SIGN.sub(" -", text)
     text = _WORKED_OUT.sub("", text) if alone else text
     runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
     if not runs:
