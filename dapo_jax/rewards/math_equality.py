@@ -218,7 +218,9 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
 
 
 def _is_region(value: Any) -> bool:
-    """Returns whether a value can only mean a set of real numbers: a union, a difference, x ≠ a, or several relations."""
+    """Returns whether a value can only mean a set of real numbers: a union, a difference, x ≠ a, or several relations. x ∈ A is as A."""
+    if isinstance(value, Relation) and value.signs == ("=",):
+        return _is_region(value.sides[1])
     several = isinstance(value, Several) and value.opened in (UNION, WITHOUT, "")
     return several or getattr(value, "signs", ()) == ("≠",)
 
@@ -230,11 +232,10 @@ def _region(value: Any) -> tuple[Any, sympy.Set] | None:
     """
     if isinstance(value, Relation):
         name, of_name = _interval(value)
-        if value.signs == ("≠",) and is_name(value.sides[0]):
-            name, of_name = (
-                value.sides[0],
-                Several(WITHOUT, (_REALS, Several(r"\{", value.sides[1:], r"\}")), ""),
-            )
+        if name is None and value.signs in (("=",), ("≠",)) and is_name(value.sides[0]):
+            points = Several(r"\{", value.sides[1:], r"\}")
+            of_name = points if value.signs == ("=",) else Several(WITHOUT, (_REALS, points), "")
+            name = value.sides[0]
         region = None if name is None else _region(of_name)
         return None if region is None else (name, region[1])
     if not isinstance(value, Several):

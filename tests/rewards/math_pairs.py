@@ -151,6 +151,8 @@ SAME = [  # statements that mean the same as the reference
     (r"\sin 30^\circ", "1/2"), ("12{:}00", "12:00"), ("3{:}4", "3:4"), (r"12\text{ in}^2", "12"), ("12", r"12\text{ in}^2"), (r"5^\circ\text{C}", "5\xb0C"), ("5 degrees Celsius", "5\xb0C"),
     ("5", "5\xb0C"), ("5 USD", r"\$5"), ("5 EUR", "\u20ac5"), ("3, 4", "x=3, y=4"), ("y=4, x=3", "x=3, y=4"), (r"\{3, 4\}", "x=3, y=4"), ("4, 3", "x=3 or x=4"),
     ("4, 3", "x_1=3, x_2=4"), ("a=4, b=3", "3, 4"), (r"2^{n^{100}}+\sqrt{n-2}", r"\sqrt{n-2}+2^{n^{100}}"),
+    (r"x = 0 \text{ or } x > 1", r"\{0\}\cup(1,\infty)"), (r"x\in\{-1\}\cup[0,7)", r"x=-1 \text{ or } 0\le x<7"), ("x = -1 or x > -1", r"[-1,\infty)"),
+    (r"\{x \mid \frac{1}{2} > x\}", r"(-\infty, \frac12)"), (r"x \in (-2,\infty)\cup\{-2\}", r"[-2,\infty)"),
 ]  # fmt: skip
 
 DIFFERENT = [  # statements that do not; many hold the reference as a fragment, or are a fragment of it
@@ -296,6 +298,8 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     (r"5^\circ\text{C}", r"5^{\circ}\text{F}"), ("5 celsius", "5 fahrenheit"), ("5", r"-\infty"), ("-5", r"-\infty"), (r"-\infty", "-5"), ("x", r"-\infty"),
     ("(-1, 0]", r"(-\infty, 0]"), ("-5<x<3", r"(-\infty,3)"), (r"(-2,-1)\cup(1,\infty)", r"(-\infty,-1)\cup(1,\infty)"), (r"(-1,\infty)", r"\mathbb{R}"), ("x>-1", r"\mathbb{R}"),
     (r"\infty", r"-\infty"), ("4, 3", "x=3, y=4"), ("4 and 3", r"a = 3 \text{ and } b = 4"), ("3,2,1", "a=1, b=2, c=3"), (r"\{4, 3\}", "x=3, y=4"), ("3, 2", "f(1)=2, f(2)=3"),
+    ("x = 0 or x > 1", r"(1,\infty)"), ("x = 0 or x > 1", r"\{1\}\cup(1,\infty)"), ("x = 0 or y > 1", r"\{0\}\cup(1,\infty)"), ("x = 0 and x > 1", r"\{0\}\cup(1,\infty)"),
+    (r"\{x \mid \frac{1}{2} \ge x\}", r"(-\infty, \frac12)"), ("x = 1 or x = 2", "[1,2]"), ("x = 1 or x = 2", "(1,2)"),
 ]  # fmt: skip
 
 SAME_RESPONSES = [  # whole responses
