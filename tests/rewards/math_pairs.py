@@ -153,6 +153,9 @@ SAME = [  # statements that mean the same as the reference
     ("4, 3", "x_1=3, x_2=4"), ("a=4, b=3", "3, 4"), (r"2^{n^{100}}+\sqrt{n-2}", r"\sqrt{n-2}+2^{n^{100}}"),
     (r"x = 0 \text{ or } x > 1", r"\{0\}\cup(1,\infty)"), (r"x\in\{-1\}\cup[0,7)", r"x=-1 \text{ or } 0\le x<7"), ("x = -1 or x > -1", r"[-1,\infty)"),
     (r"\{x \mid \frac{1}{2} > x\}", r"(-\infty, \frac12)"), (r"x \in (-2,\infty)\cup\{-2\}", r"[-2,\infty)"),
+    (r"\lceil \frac{n}{2}\rceil", r"\lfloor \frac{n+1}{2}\rfloor"), (r"\lfloor\frac{n}{3}\rfloor", r"\lceil\frac{n-2}{3}\rceil"), (r"n-\lfloor \frac{n}{2}\rfloor", r"\lceil\frac{n}{2}\rceil"),
+    (r"\lceil\log_2 (n+1)\rceil", r"\lfloor\log_2 n\rfloor+1"), (r"y = \lfloor\frac{n}{2}\rfloor", r"2y = 2\lfloor\frac{n}{2}\rfloor"), (r"\cos(n\pi)", "(-1)^n"), ("(-1)^n", "(-1)^{-n}"),
+    (r"(e^{x^2}+e^{-x^2})^2-(e^{x^2}-e^{-x^2})^2", "4"), (r"\sqrt{x^2+2x+1}", "|x+1|"), (r"\sqrt{1-x^2-y^2}", r"\sqrt{1-(x^2+y^2)}"),
 ]  # fmt: skip
 
 DIFFERENT = [  # statements that do not; many hold the reference as a fragment, or are a fragment of it
@@ -300,6 +303,9 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     (r"\infty", r"-\infty"), ("4, 3", "x=3, y=4"), ("4 and 3", r"a = 3 \text{ and } b = 4"), ("3,2,1", "a=1, b=2, c=3"), (r"\{4, 3\}", "x=3, y=4"), ("3, 2", "f(1)=2, f(2)=3"),
     ("x = 0 or x > 1", r"(1,\infty)"), ("x = 0 or x > 1", r"\{1\}\cup(1,\infty)"), ("x = 0 or y > 1", r"\{0\}\cup(1,\infty)"), ("x = 0 and x > 1", r"\{0\}\cup(1,\infty)"),
     (r"\{x \mid \frac{1}{2} \ge x\}", r"(-\infty, \frac12)"), ("x = 1 or x = 2", "[1,2]"), ("x = 1 or x = 2", "(1,2)"),
+    (r"|\cos x|", r"\cos x"), ("|x-5|", "5-x"), ("|x-100|", "100-x"), (r"\sqrt{1-\sin^2 x}", r"\cos x"), (r"\sqrt{x^2+2x+1}", "x+1"), (r"\arcsin(\sin x)", "x"),
+    (r"\frac{x+1}{n+2}", r"|\frac{x+1}{n+2}|"), (r"\lceil \frac{n}{2}\rceil", r"\lfloor \frac{n}{2}\rfloor+1"), (r"\lceil x\rceil", r"\lfloor x\rfloor+1"),
+    (r"\lceil\log_2 n\rceil", r"\lfloor\log_2 n\rfloor+1"), (r"\lfloor\frac{n}{3}\rfloor", r"\lceil\frac{n-1}{3}\rceil"), ("(-1)^x", "(-1)^{-x}"),
 ]  # fmt: skip
 
 SAME_RESPONSES = [  # whole responses
