@@ -192,7 +192,7 @@ def _are_near(first: Any, second: Any) -> bool:
         first, second = (number.evalf(strict=True) for number in (first, second))
     except PrecisionExhausted:  # for example, the difference of two powers such as e^{143^2}
         return True
-    return bool(sympy.Abs(first - second) <= sympy.Abs(first) * 1e-9 + 1e-50)
+    return bool(abs(first - second) <= abs(first) * 1e-9 + 1e-50)
 
 
 def _value_at(point: dict[Any, Any], expression: Any) -> Any:
