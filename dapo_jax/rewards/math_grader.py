@@ -137,10 +137,14 @@ def _statement(text: str) -> tuple[str | None, str]:
         if whole and "\n" not in whole and not _SENTENCE.search(whole):
             return whole, "the whole response"
         return None, where
-    if display := _DISPLAY.match(text, announced[-1].end()):
-        return display[0], where
-    line = text[announced[-1].end() :].strip().partition("\n")[0]
-    return _unemphasized(_SENTENCE_END.split(line)[0]) or None, where
+    for mark in reversed(announced):
+        if display := _DISPLAY.match(text, mark.end()):
+            return display[0], where
+        line = text[mark.end() :].strip().partition("\n")[0]
+        end = _SENTENCE_END.search(line)
+        if end is None or end[0] != "?":  # a question is not a statement
+            return _unemphasized(line[: end.start()] if end else line) or None, where
+    return None, where
 
 
 def _unemphasized(line: str) -> str:

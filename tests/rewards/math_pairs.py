@@ -309,6 +309,7 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
 ]  # fmt: skip
 
 SAME_RESPONSES = [  # whole responses
+    ("The answer is 5. Or is it that the answer is 6? No.", "5"), ("Is it true that the answer is 6? No, the answer is 5.", "5"),
     (r"\boxed{\boxed{7}}", "7"), (r"So \boxed{\frac{1}{2}}.", "0.5"), (r"It is $\boxed{x=5}$", "5"), (r"\boxed{5\text{ cm}}", "5"),
     ("**Answer:**\n34", "34"), ("Answer:\n34", "34"), ("The answer is 34. There are 5 more.", "34"), ("**34**", "34"),
     ("**Answer: 34**", "34"), ("**Final Answer:** $34$", "34"), (r"The final answer is $\boxed{34}$", "34"),
@@ -341,6 +342,7 @@ SAME_RESPONSES = [  # whole responses
 ]  # fmt: skip
 
 DIFFERENT_RESPONSES = [  # whole responses
+    ("So the answer is 5? No, 6.", "5"), ("The answer is A? No, B.", "A"), ("Could it be that the answer is 5?", "5"),
     (r"\boxed{7} then \boxed{8", "7"), ("Answer: 7\nNo.\nAnswer:", "7"), ("Answer: 7\nso \\boxed{8", "7"),
     (r"\boxed{1+\boxed{7}}", "7"), (r"\boxed{1+\boxed{7}", "7"), (r"\boxed{7} \boxed{", "7"), (r"\boxed{}", "7"), (r"\boxed{34", "34"),
     (r"34 \boxed{", "34"), (r"Answer: \boxed{34", "34"), ("Answer: 7\nAnswer: ", "7"), ("Answer: 7\n**Answer:**", "7"),
