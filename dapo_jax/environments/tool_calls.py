@@ -113,7 +113,9 @@ def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list
         before = rf"{tag}\s*" if opened else ""
         last = re.compile(rf"(?={before}{re.escape(_ENDS[mark])})(?:{tag})?").search(text, at)
         if last is None:
-            raise ValueError(f"it has no {_ENDS[mark]}")
+            raise ValueError(
+                f"it has no {tag} before {_ENDS[mark]}" if opened else f"it has no {_ENDS[mark]}"
+            )
         end, content = last.end(), text[at : last.end()].strip()
         if tagged:
             return [_glm_tags(content, known)], end
@@ -151,6 +153,7 @@ def _call(call: Any) -> ToolCall:
 def _qwen_parameter_tags(content: str, known: Mapping[str, Any]) -> ToolCall:
     """Reads `NAME><parameter=KEY>VALUE</parameter>...`, as Qwen3.5 and Qwen3-Coder write it. A value is a text, unless it spells another value that fits the tool's schema."""
     (name, _, between), *parts = (part.partition(">") for part in content.split("<parameter="))
+    name = name.strip()
     if between.strip():
         return _call({"name": name, "arguments": between})
     arguments: dict[str, Any] = {}

@@ -179,6 +179,11 @@ def test_a_spelled_value_may_contain_the_marks():
         assert tool_calls(f"{turn}</tool_call>" * 2, TOOLS) == [ToolCall("find", {"city": value})] * 2
 
 
+def test_a_name_without_its_bracket_has_no_line_break():
+    turn = "<tool_call>\n<function=find\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+    assert tool_calls(turn, TOOLS) == [ToolCall("find", {"city": "Paris"})]
+
+
 @pytest.mark.parametrize("channel", ["analysis", "commentary"])
 @pytest.mark.parametrize("kind", ["", " json", "<|constrain|>json", " <|constrain|>json ", " code"])
 @pytest.mark.parametrize("begin", ["", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"])
@@ -259,14 +264,17 @@ def test_an_argument_may_contain_the_marks():
         ("<tool_call>" + "9" * 10_000 + "</tool_call>", "4300 digits|does not fit"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "too deep"),
         ("<|python_tag|>print(1)", "not JSON"),
-        ("<tool_call>f<arg_key>a</arg_key>1</tool_call>", "has no </tool_call>"),
+        ("<tool_call>f<arg_key>a</arg_key>1</tool_call>", "has no </arg_value> before </tool_call>"),
         (
             "<tool_call>f<arg_key>a</arg_key>1</arg_value></tool_call>",
             "NAME<arg_key>KEY</arg_key><arg_value>VALUE",
         ),
         ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>1<｜tool▁call▁end｜>", "not JSON"),
         ("<|tool_call>call:f{a:<tool_call|>", "not JSON"),
-        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "has no </function>"),
+        (
+            "<tool_call><function=f><parameter=a>1</function></tool_call>",
+            "has no </parameter> before </function>",
+        ),
         ("<function=f><parameter=a>1</parameter>", "has no </function>"),
         ("<function=f>now</function>", "not JSON"),
         ("<function=f>x<parameter=a>1</parameter></function>", "not JSON"),
