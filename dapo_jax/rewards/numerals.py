@@ -81,7 +81,7 @@ _SIZES = """
     mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre kph kmh|inch inche|foot feet ft|yard yd|mile mi mph;
     mg milligram|g gram|kg kilogram|ounce oz|pound lb|ton tonne;second sec s|minute min|hour hr h|day|week|month|year;
     ml mL milliliter|l L liter litre|gallon gal|quart|pint|cup;cent ¢|dollar buck \\$ USD|euro € EUR|yen ¥|rupee ₹ INR|£ GBP;
-    deg degree circ °|rad radian;celsiu °C|fahrenheit °F|kelvin"""
+    deg degree circ °|rad radian;celsiu °C|fahrenheit °F|kelvin;acre|hectare;watt W|kW;Hz hertz|kHz|MHz|GHz"""
 _KINDS = {
     word: (kind, size)
     for kind, sizes in enumerate(_SIZES.split(";"))
@@ -114,6 +114,9 @@ def _units(text: str) -> dict[int, tuple[str, str]]:
     """Maps each kind of unit in a text to the first name and the power of the unit. A single dollar sign is a unit, but two enclose a formula."""
     text = plain(text)
     text = re.sub(r"(?<!\\)\$", r"\\$", text) if len(re.findall(r"(?<!\\)\$", text)) == 1 else text
+    text = re.sub(
+        r"(?<=[0-9}])((?:\s|~|\\[, ]|\\(?:text|mathrm)\s*\{)*)in\b(?=[\s.}$]*(?:$|\^))", r"\1inch", text
+    )
     text = re.sub(r"(?:°|\^\s*\{?\s*\\circ\s*\}?)\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])\b", r"°\1", text)
     units = dict[int, tuple[str, str]]()
     for unit in _NAMED.finditer(text):
