@@ -30,11 +30,13 @@ _POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13
 
 def same_meaning(gold: ReadAnswer, answer: ReadAnswer) -> bool:
     """Returns whether two answers have the same meaning. If only one is a percentage such as 50%, it equals both 50 and 1/2. An angle of 30° equals both 30 and pi/6."""
-    compare = _Comparison(gold.decimals | answer.decimals).equal
-    same = compare(gold.value, answer.value)
+    same = _Comparison(gold.decimals | answer.decimals).equal(gold.value, answer.value)
     if same or gold.scale == answer.scale:
         return same
-    return compare(scaled(gold.value, gold.scale), scaled(answer.value, answer.scale))
+    decimals = {
+        n * side.scale: last * side.scale for side in (gold, answer) for n, last in side.decimals.items()
+    }
+    return _Comparison(decimals).equal(scaled(gold.value, gold.scale), scaled(answer.value, answer.scale))
 
 
 class _Comparison(NamedTuple):
