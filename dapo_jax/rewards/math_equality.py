@@ -192,7 +192,7 @@ def _are_near(first: Any, second: Any) -> bool:
     """Returns whether two numbers agree to 9 digits. This takes a tenth of the time of `_are_close`."""
     try:
         first, second = (number.evalf(strict=True) for number in (first, second))
-    except PrecisionExhausted:  # for example, the difference of two powers such as e^{143^2}
+    except (PrecisionExhausted, OverflowError):  # for example, the difference of two powers such as e^{143^2}
         return True
     return bool(abs(first - second) <= abs(first) * 1e-9 + 1e-50)
 
@@ -243,10 +243,11 @@ def _at_points(expressions: Sequence[Any]) -> Iterator[list[Any]]:
         integers * stepped + fractions * (not (stepped and whole)), [*expressions, *positive]
     ):
         compared, bases = values[: len(expressions)], values[len(expressions) :]
-        real = all(value.is_Rational or sympy.N(value).is_real for value in compared)
-        if real and all(sympy.N(base).is_nonnegative for base in bases):
-            found = True
-            yield compared
+        with suppress(OverflowError):  # for example, 2^{2^{2^76}}
+            real = all(value.is_Rational or sympy.N(value).is_real for value in compared)
+            if real and all(sympy.N(base).is_nonnegative for base in bases):
+                found = True
+                yield compared
     if not found:
         for values in _values_at(integers if whole else fractions, expressions):
             if all(sympy.N(value).is_finite for value in values):

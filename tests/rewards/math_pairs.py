@@ -156,7 +156,8 @@ SAME = [  # statements that mean the same as the reference
     (r"\lceil \frac{n}{2}\rceil", r"\lfloor \frac{n+1}{2}\rfloor"), (r"\lfloor\frac{n}{3}\rfloor", r"\lceil\frac{n-2}{3}\rceil"), (r"n-\lfloor \frac{n}{2}\rfloor", r"\lceil\frac{n}{2}\rceil"),
     (r"\lceil\log_2 (n+1)\rceil", r"\lfloor\log_2 n\rfloor+1"), (r"y = \lfloor\frac{n}{2}\rfloor", r"2y = 2\lfloor\frac{n}{2}\rfloor"), (r"\cos(n\pi)", "(-1)^n"), ("(-1)^n", "(-1)^{-n}"),
     (r"(e^{x^2}+e^{-x^2})^2-(e^{x^2}-e^{-x^2})^2", "4"), (r"\sqrt{x^2+2x+1}", "|x+1|"), (r"\sqrt{1-x^2-y^2}", r"\sqrt{1-(x^2+y^2)}"),
-    (r"12\text{ in}^2", r"12\text{ square inches}"), ("12 in.", "12 inches"), ("5 in total", "5 ft"), ("5 watts", r"5\text{ W}"), (r"33.3333\%", r"\frac13"), ("1/3", "33.3333%"),
+    (r"12\text{ in}^2", r"12\text{ square inches}"), ("12 in.", "12 inches"), ("5 in total", "5 ft"), ("5 watts", r"5\text{ W}"), (r"33.3333\%", r"\frac13"), ("1/3", "33.3333%"), ("2^{2^{2^n}}", "2^{4^{2^{n-1}}}"),
+    (r"\frac{(1+\sqrt5)^n-(1-\sqrt5)^n}{2^n\sqrt5}", r"\frac{1}{\sqrt5}\left(\left(\frac{1+\sqrt5}{2}\right)^n-\left(\frac{1-\sqrt5}{2}\right)^n\right)"),
 ]  # fmt: skip
 
 DIFFERENT = [  # statements that do not; many hold the reference as a fragment, or are a fragment of it
