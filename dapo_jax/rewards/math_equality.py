@@ -2,7 +2,7 @@
 
 Numbers are compared exactly. However, a decimal with at least six significant digits also equals a number that rounds to it, such as
 1/3 or the square root of 2. Irrational numbers are equal if 50 of their digits agree. Expressions with variables are equal if their
-values agree at up to 14 points at which both are real. An undefined function such as f(x) is treated as a variable.
+values agree at up to 16 points at which both are real. An undefined function such as f(x) is treated as a variable.
 """
 
 import re
@@ -24,7 +24,7 @@ MOST_BITS_AT_A_POINT = 1_000_000
 """A point at which a power such as 2^{n^100} has more bits is skipped."""
 EXACT_POINTS = 3
 """At the other points, fewer digits must agree. Their purpose is to find different signs and steps, as in |x - 5| and 5 - x."""
-_POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13), (-41, -17, 13), (230, 7, 3), (-230, -7, 3), (5, 3, 97), (18, 2, 13), (1003, 12, 7), (-1003, -12, 7), (23, -101, 7), (-23, 101, 7))  # fmt: skip
+_POINTS = ((17, 10, 29), (-17, -10, 29), (7, -13, 11), (-7, 13, 11), (41, 17, 13), (-41, -17, 13), (230, 7, 3), (-230, -7, 3), (5, 3, 97), (18, 2, 13), (1003, 12, 7), (-1003, -12, 7), (23, -101, 7), (-23, 101, 7), (25, 1, 28), (-25, -1, 28))  # fmt: skip
 """At the n-th point (a, b, c), the variables have the values a/c, (a + b)/c, (a + b * 2^n)/c, (a + b * 3^n)/c, ..."""
 
 
