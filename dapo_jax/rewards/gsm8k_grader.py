@@ -28,9 +28,9 @@ _PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|(?<=[0-9])'(?=[0-9])|[^\
 _RUN = re.compile(rf"{_PIECE}+(?: {_PIECE}+)*")
 """Matches a run: digits and all characters joined to them. `3-5`, `1/2` and `1 000` are one run each, but `48 = 48` is two runs."""
 _CHANGED_BEFORE = re.compile(
-    r"(?:(?i:\b(?:not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above|under|log|ln|sin|cos|tan"
+    r"(?:(?i:\b(?:not?|nor|never|neither|minus|plus|negative|times|than|half|twice|double|triple|root|over|least|most|between|below|above|under"
     r"|except|without|odd|even|(?:divid|multipli)ed by|(?:reciprocal|inverse|opposite|negative|square|cube|power|root|multiples?|factors?|half|halves|thirds?|quarters?|\w+ths?) of)"
-    r"|n['\u2019]t)\s*|(?<![A-Za-z])[A-Za-zπ]|(?<![<>])[<>≤≥]\s*)\Z"
+    r"|n['\u2019]t|\\(?:log|ln|sin|cos|tan))\s*|(?<![A-Za-z])[A-Za-zπ]|(?<![<>])[<>≤≥]\s*)\Z"
 )
 _CHANGED_AFTER = re.compile(
     r"[\s-]*(?:and an? )?(?i:hal(?:f|ves)|thirds?|quarters?|(?!month|length|width|depth|path)\w+ths?|dozens?|scores?|gross|hundreds?|thousands?|lakhs?"

@@ -8,6 +8,7 @@ values agree at up to 16 points at which both are real. An undefined function su
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import sympy
@@ -107,11 +108,12 @@ class _Comparison(NamedTuple):
         if len(sides) != 4 or not all(isinstance(side, sympy.Expr) for side in sides):
             return False
         # One equation must be a multiple of the other. For an inequality, the factor must be positive.
-        differences = [(a - b, c - d) for a, b, c, d in _at_points(sides)]
-        ratios = [sympy.N(a / b, DIGITS) for a, b in differences if (a, b) != (0, 0)]
-        if not ratios or not all(ratio.is_finite and _are_close(ratio, ratios[0]) for ratio in ratios):
+        differences = ((a - b, c - d) for a, b, c, d in _at_points(sides))
+        ratios = (sympy.N(a / b, DIGITS, maxn=1000) for a, b in differences if (a, b) != (0, 0))
+        first = next(ratios, sympy.nan)
+        if not all(ratio.is_finite and _are_close(ratio, first) for ratio in chain([first], ratios)):
             return False
-        return bool(ratios[0].is_positive if gold.signs[0] in "<≤" else ratios[0].is_nonzero)
+        return bool(first.is_positive if gold.signs[0] in "<≤" else first.is_nonzero)
 
     def _shortened(self, relation: Relation) -> Relation:
         """If the sides of a chain of equations after the first are one number, as in x = 2 + 3 = 5, keeps only the two ends."""
@@ -255,7 +257,7 @@ def _at_points(expressions: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _is_region(value: Any) -> bool:
-    """Returns whether a value can only mean a set of real numbers: a union, a difference, x ≠ a, or several relations. x ∈ A is as A."""
+    """Returns whether a value can only mean a set of real numbers: a union, a difference, x ≠ a, or several relations. x ∈ A counts as A."""
     if isinstance(value, Relation) and value.signs == ("=",):
         return _is_region(value.sides[1])
     several = isinstance(value, Several) and value.opened in (UNION, WITHOUT, "")

@@ -48,6 +48,7 @@ grade = GRADERS["gsm8k"]
         ("#### 12 more", "12", "12 more", False),  # a word that is not on the list
         ("12 more", "12", "12", True),
         ("#### no: 73", "73", "no: 73", False),
+        ("She must log 72 miles", "72", "72", True),
         ("Total: 72!", "72", "72", True),
         ("#### 72!", "72", "72!", False),
         ("#### x = 72", "72", "72", True),

@@ -156,7 +156,7 @@ SAME = [  # statements that mean the same as the reference
     (r"\lceil \frac{n}{2}\rceil", r"\lfloor \frac{n+1}{2}\rfloor"), (r"\lfloor\frac{n}{3}\rfloor", r"\lceil\frac{n-2}{3}\rceil"), (r"n-\lfloor \frac{n}{2}\rfloor", r"\lceil\frac{n}{2}\rceil"),
     (r"\lceil\log_2 (n+1)\rceil", r"\lfloor\log_2 n\rfloor+1"), (r"y = \lfloor\frac{n}{2}\rfloor", r"2y = 2\lfloor\frac{n}{2}\rfloor"), (r"\cos(n\pi)", "(-1)^n"), ("(-1)^n", "(-1)^{-n}"),
     (r"(e^{x^2}+e^{-x^2})^2-(e^{x^2}-e^{-x^2})^2", "4"), (r"\sqrt{x^2+2x+1}", "|x+1|"), (r"\sqrt{1-x^2-y^2}", r"\sqrt{1-(x^2+y^2)}"),
-    (r"12\text{ in}^2", r"12\text{ square inches}"), ("12 in.", "12 inches"), ("5 in total", "5 ft"), ("5 watts", r"5\text{ W}"), (r"33.3333\%", r"\frac13"), ("1/3", "33.3333%"), ("2^{2^{2^n}}", "2^{4^{2^{n-1}}}"),
+    (r"12\text{ in}^2", r"12\text{ square inches}"), ("12 in.", "12 inches"), ("5 in total", "5 ft"), ("5 watts", r"5\text{ W}"), (r"33.3333\%", r"\frac13"), ("1/3", "33.3333%"), ("2^{2^{2^n}}", "2^{4^{2^{n-1}}}"), (r"y-(e^x+e^{-x})^2+(e^x-e^{-x})^2=0", "2y=8"),
     (r"\frac{(1+\sqrt5)^n-(1-\sqrt5)^n}{2^n\sqrt5}", r"\frac{1}{\sqrt5}\left(\left(\frac{1+\sqrt5}{2}\right)^n-\left(\frac{1-\sqrt5}{2}\right)^n\right)"),
 ]  # fmt: skip
 
@@ -308,7 +308,7 @@ DIFFERENT = [  # statements that do not; many hold the reference as a fragment, 
     (r"|\cos x|", r"\cos x"), ("|x-5|", "5-x"), ("|x-100|", "100-x"), (r"\sqrt{1-\sin^2 x}", r"\cos x"), (r"\sqrt{x^2+2x+1}", "x+1"), (r"\arcsin(\sin x)", "x"),
     (r"\frac{x+1}{n+2}", r"|\frac{x+1}{n+2}|"), (r"\lceil \frac{n}{2}\rceil", r"\lfloor \frac{n}{2}\rfloor+1"), (r"\lceil x\rceil", r"\lfloor x\rfloor+1"),
     (r"\lceil\log_2 n\rceil", r"\lfloor\log_2 n\rfloor+1"), (r"\lfloor\frac{n}{3}\rfloor", r"\lceil\frac{n-1}{3}\rceil"), ("(-1)^x", "(-1)^{-x}"),
-    (r"5\text{ ft}", r"5\text{ in}"), (r"12\,\mathrm{in}", r"12\,\mathrm{ft}"), ("5 kW", r"5\text{ W}"), ("5 Hz", "5 kHz"), ("5 acres", "5 hectares"), (r"\arcsin(2x\sqrt{1-x^2})", r"2\arcsin x"), (r"33.3334\%", r"\frac13"), ("0.333333", r"33.3334\%"), ("33.33%", "1/3"),
+    (r"5\text{ ft}", r"5\text{ in}"), (r"12\,\mathrm{in}", r"12\,\mathrm{ft}"), ("5 kW", r"5\text{ W}"), ("5 Hz", "5 kHz"), ("5 acres", "5 hectares"), (r"\arcsin(2x\sqrt{1-x^2})", r"2\arcsin x"), ("2y=2|x-5|", "y-5+x=0"), (r"33.3334\%", r"\frac13"), ("0.333333", r"33.3334\%"), ("33.33%", "1/3"),
 ]  # fmt: skip
 
 SAME_RESPONSES = [  # whole responses
