@@ -191,7 +191,7 @@ def _are_close(first: Any, second: Any) -> bool:
 
 
 def _are_near(first: Any, second: Any) -> bool:
-    """Returns whether two numbers agree to 9 digits. This takes a tenth of the time of `_are_close`."""
+    """Returns whether two numbers agree to 9 digits, in less time than `_are_close`."""
     try:
         first, second = (number.evalf(strict=True) for number in (first, second))
     except (PrecisionExhausted, OverflowError):  # for example, the difference of two powers such as e^{143^2}

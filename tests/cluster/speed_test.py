@@ -1,5 +1,6 @@
 """The time of many short calls on two nodes, next to workers of this machine, and of a round of a sample worker, next to a round in the process."""
 
+import statistics
 import time
 from functools import partial
 from pathlib import Path
@@ -67,24 +68,20 @@ def sampling_worker(setup):
 
 
 def seconds_of_a_round(rounds):
-    """The time in seconds of the fastest of 19 rounds of 64 responses, after a first round, which prefills."""
+    """The median in seconds of 19 rounds of 64 responses, after a first round, which prefills."""
     going, found = [Request(prompt(ordinal), index, 0) for ordinal in range(8) for index in range(8)], []
     for _ in range(20):
         start = time.perf_counter()
         rounds.draw(going, LIMIT // 20)
         found.append(time.perf_counter() - start)
     assert all(request.drawn == LIMIT for request in going)
-    return min(found[1:])
+    return statistics.median(found[1:])
 
 
 # Slow: starts a cluster of two nodes.
 @pytest.mark.slow
-def test_a_round_through_an_actor_takes_at_most_four_times_as_long_as_in_the_process(two_nodes):
-    """A round costs two messages more, whose 64 records take about 10 us each in each direction.
-
-    Without a model, a round takes 5 to 8 ms in the process, and Ray's services share its two cores: an actor took 1.5 to 2.6 times as long in nine runs. A round that sends
-    weights or pages again would take more than ten times as long.
-    """
+def test_a_round_through_an_actor_costs_at_most_5_ms_more_than_in_the_process(two_nodes):
+    """Two messages of about 1 ms, whose 64 records take about 10 us each in each direction; the rest is for noise."""
     sampler = sampler_of(longest, slots=64)
     here = seconds_of_a_round(sampler.rounds({}, decoding=decoding()))
     cluster = Cluster(two_nodes.address)
@@ -102,4 +99,4 @@ def test_a_round_through_an_actor_takes_at_most_four_times_as_long_as_in_the_pro
     workers.close()
     cluster.close()
     print(f"a round of 64 responses: {1e3 * here:.2f} ms in the process, {1e3 * there:.2f} ms in an actor")
-    assert there <= 4 * here
+    assert there - here <= 5e-3
