@@ -104,10 +104,14 @@ class Actor:
         with self._lock:
             if self._last_lines is None:
                 self._last_lines = ""
-                # Ray raises SystemExit in its calls while the connection is closed.
-                with suppress(ray.exceptions.RayError, KeyError, ValueError, SystemExit):
-                    read = _made(self.facts["node"], {}).call.remote("last_lines", self.facts["output"])
-                    self._last_lines = f". The end of its output: {ray.get(read, timeout=_READ_S)}"
+                # Ray raises SystemExit in its calls while the connection is closed. It ends the process if a thread frees a reference of Ray then; `call` leaves none in
+                # this thread.
+                with suppress(
+                    ray.exceptions.RayError, DiedError, KeyError, TimeoutError, ValueError, SystemExit
+                ):
+                    reader = Actor(_made(self.facts["node"], {}), "")
+                    lines = reader.call("last_lines", self.facts["output"]).result(_READ_S)
+                    self._last_lines = f". The end of its output: {lines}"
         reason = " ".join(str(error).split()).partition(" Some common causes include")[0]
         reason = reason.partition(" dead because ")[2] or reason
         answer.set_exception(DiedError(f"{self.name} died: {reason}{self._last_lines}"))

@@ -203,10 +203,8 @@ class RemoteWorkers:
         transfer = self._sampler.transfer
         for worker in self.all:
             worker.calls = []
-        for index, part in enumerate(transfer.parts(params)):
-            self.watch.note("sending weights")
-            stored = self.cluster.put([np.asarray(leaf) for leaf in jax.tree.leaves(part)])
-            del part  # before the next one is made
+        # `map` drops a part before it asks for the next. A loop with `enumerate` over the parts would keep two in memory.
+        for index, stored in enumerate(map(self._stored, transfer.parts(params))):
             for worker in self.all:
                 worker.send("take", version, index, stored)
         rounds = RemoteRounds(self, version, transfer.checksums(params))
@@ -222,6 +220,10 @@ class RemoteWorkers:
                         "equal devices, programs and XLA_FLAGS for trainer and samplers, or set it to false"
                     )
         return rounds
+
+    def _stored(self, part: PyTree) -> Any:
+        self.watch.note("sending weights")
+        return self.cluster.put([np.asarray(leaf) for leaf in jax.tree.leaves(part)])
 
     def metrics(self) -> dict[str, float | int]:
         """Returns the number of replaced processes in the run, and the slowest worker and its slowest round since the last call."""

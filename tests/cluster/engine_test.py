@@ -16,6 +16,7 @@ import pytest
 from dapo_jax.cluster import engine as module
 from dapo_jax.cluster.engine import Cluster, DiedError, check_facts, facts
 from tests.cluster.threads import ThreadCluster
+from tests.faults.micro import started
 
 COUNTER = "tests.cluster.threads:Counter"
 
@@ -147,7 +148,6 @@ def processes_of_ray():
     return {line.split()[0] for line in found.stdout.splitlines()}
 
 
-# Slow: starts a cluster of two nodes, and waits twice 6 s for an actor that cannot start.
 def test_a_death_is_reported_also_while_the_connection_is_closed(monkeypatch):
     """Ray's calls raise SystemExit then. A call without an answer would wait forever."""
     pytest.importorskip("ray", reason="needs the extra `cluster`")
@@ -159,6 +159,7 @@ def test_a_death_is_reported_also_while_the_connection_is_closed(monkeypatch):
         answer.result(0)
 
 
+# Slow: starts a cluster of two nodes, and waits twice 6 s for an actor that cannot start.
 @pytest.mark.slow
 def test_the_engine_on_two_nodes(two_nodes):
     before = signal.getsignal(signal.SIGTERM)
@@ -188,6 +189,36 @@ def test_the_engine_on_two_nodes(two_nodes):
         other.call("add", 1).result(10)  # otherwise ray would start a cluster
     two_nodes.close()
     within_s(30, lambda: processes_of_ray() <= two_nodes.before)
+
+
+CLOSED_WHILE_A_DEAD_NODE_IS_ASKED = """
+import sys
+from concurrent.futures import wait
+from dapo_jax.cluster.engine import Cluster
+cluster = Cluster(sys.argv[1])
+[node] = [node for node in cluster.nodes() if node.address == "127.0.0.3"]
+actors = [cluster.start("tests.cluster.threads:Counter", 1, node=node) for _ in range(8)]
+print("started", flush=True)
+sys.stdin.readline()
+dead = [actor.call("add", 1) for actor in actors]
+print(len(wait(dead, timeout=3).done), flush=True)
+cluster.close()
+print(*{type(one.exception(15)).__name__ for one in dead}, flush=True)
+"""
+
+
+# Slow: starts a cluster of two nodes.
+@pytest.mark.slow
+def test_a_process_may_close_the_connection_while_a_dead_node_is_asked_for_an_output(two_nodes):
+    """The engine asks for up to 10 s. Ray ends a process that frees a reference to an object while another thread closes the connection."""
+    program = "-c", CLOSED_WHILE_A_DEAD_NODE_IS_ASKED, two_nodes.address
+    with started(program=program, stdin=subprocess.PIPE) as process:
+        lines = iter(process.stdout.readline, "")
+        assert "started\n" in lines
+        two_nodes.lose("127.0.0.3")
+        output, _ = process.communicate("lost\n", timeout=60)
+    assert output.split() == ["0", "DiedError"]
+    assert process.returncode == 0
 
 
 WITH_A_TOKEN = """

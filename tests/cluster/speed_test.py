@@ -5,13 +5,14 @@ import time
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from dapo_jax.cluster.engine import Cluster
 from dapo_jax.cluster.remote_rounds import RemoteWorkers
 from dapo_jax.cluster.remote_worker import Places, RemoteWorker
-from dapo_jax.cluster.sample_worker import SampleWorker
+from dapo_jax.cluster.sample_worker import SampleWorker, id_of, sent
 from dapo_jax.health.stalls import Watch
 from dapo_jax.rewards.grading_pool import GradingPool
 from dapo_jax.sampling.decoding import decoding
@@ -67,6 +68,23 @@ def sampling_worker(setup):
     return SampleWorker(lambda: (sampler_of(longest, slots=64), {}), temperature=1.0, limits=None)
 
 
+class Direct:
+    """The least that samples rounds in an actor: each round is one call, whose answer is appended."""
+
+    def __init__(self, actor, transfer, params, version):
+        self.actor, self.version, self.has = actor, version, False
+        for index, part in enumerate(transfer.parts(params)):
+            actor.call("take", version, index, jax.tree.leaves(part))
+        actor.call("begin", version, transfer.checksums(params)).result()
+
+    def draw(self, requests, tokens):
+        new = [] if self.has else [sent(request) for request in requests]
+        asked, self.has = [id_of(request) for request in requests], True
+        _, drawn = self.actor.call("draw", self.version, 0, new, [], asked, tokens).result()
+        for request, sampled in zip(requests, drawn, strict=True):
+            sampled.append_to(request)
+
+
 def seconds_of_a_round(rounds):
     """The median in seconds of 19 rounds of 64 responses, after a first round, which prefills."""
     going, found = [Request(prompt(ordinal), index, 0) for ordinal in range(8) for index in range(8)], []
@@ -80,10 +98,10 @@ def seconds_of_a_round(rounds):
 
 # Slow: starts a cluster of two nodes.
 @pytest.mark.slow
-def test_a_round_through_an_actor_costs_at_most_5_ms_more_than_in_the_process(two_nodes):
-    """Two messages of about 1 ms, whose 64 records take about 10 us each in each direction; the rest is for noise."""
-    sampler = sampler_of(longest, slots=64)
-    here = seconds_of_a_round(sampler.rounds({}, decoding=decoding()))
+def test_a_round_costs_at_most_1_5_times_as_long_as_a_direct_call_of_the_same_worker(two_nodes):
+    """One call with the same messages is the limit. The trainer's side adds two changes of the thread, which take about a quarter of the call; the rest is for noise. Measures five
+    times by turns, and takes the best of each, because other programs on this machine only add time."""
+    sampler, params = sampler_of(longest, slots=64), [jnp.ones(3)] * 3
     cluster = Cluster(two_nodes.address)
 
     def start(index):
@@ -95,8 +113,20 @@ def test_a_round_through_an_actor_costs_at_most_5_ms_more_than_in_the_process(tw
         cluster, start, count=1, sampler=sampler, temperature=1.0, in_flight=64, round_s=20.0, replace_s=20.0,
         batch_invariant=False, watch=Watch(0, end=print),
     )  # fmt: skip
-    there = seconds_of_a_round(workers.begin([jnp.ones(3)] * 3, 0))
+    other = start(1)
+    found = [
+        (
+            seconds_of_a_round(sampler.rounds({}, decoding=decoding())),
+            seconds_of_a_round(Direct(other, sampler.transfer, params, version)),
+            seconds_of_a_round(workers.begin(params, version)),
+        )
+        for version in range(5)
+    ]
     workers.close()
     cluster.close()
-    print(f"a round of 64 responses: {1e3 * here:.2f} ms in the process, {1e3 * there:.2f} ms in an actor")
-    assert there - here <= 5e-3
+    process, direct, there = map(min, zip(*found, strict=True))
+    print(
+        f"a round of 64 responses: {1e3 * process:.2f} ms in the process, {1e3 * direct:.2f} ms in an actor, "
+        f"{1e3 * there:.2f} ms in a sample worker"
+    )
+    assert there <= 1.5 * direct

@@ -1,4 +1,4 @@
-"""Weights of 500 MB are sent to two sample workers: each node stores one copy, which it frees at the next step, and the trainer needs memory for two further layers."""
+"""Weights of 500 MB are sent to two sample workers: each node stores one copy, which it frees at the next step, and the trainer needs memory for one further layer."""
 
 import json
 import threading
@@ -89,7 +89,9 @@ def main(address):
 
 
 @pytest.mark.slow  # starts Ray, and sends 500 MB three times
-def test_each_node_stores_one_copy_of_the_last_weights_and_the_trainer_two_layers():
+def test_each_node_stores_one_copy_of_the_last_weights_and_the_trainer_one_layer(monkeypatch):
+    """A fixed threshold makes glibc return the memory of each array when it is freed. Otherwise, freed arrays count too: 112 MB were seen."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     with cluster(store_mb=1500) as nodes:
         program = f"from {__name__} import main; main({nodes.address!r})"
         output, _ = started(program=("-c", program)).communicate(timeout=900)
@@ -100,5 +102,5 @@ def test_each_node_stores_one_copy_of_the_last_weights_and_the_trainer_two_layer
     assert len(lines) == 3, output
     for version, line in enumerate(lines):
         assert line["looks"] > 10
-        assert version == 0 or line["own"] < 2 * LAYER, "the first transfer also compiles"
+        assert version == 0 or line["own"] < 1.5 * LAYER, "the first transfer also compiles"
         assert 10 * LAYER < min(line["stored"]) <= max(line["stored"]) < 10.1 * LAYER
