@@ -5,7 +5,18 @@ from collections.abc import Collection
 
 _OPEN = r"(?:<(?i:think|thinking|thought)>|\[THINK\]|<\|channel>thought)"
 _CLOSE = r"(?:</(?i:think|thinking|thought)>|\[/THINK\]|<channel\|>)"
-_CALL = r'<tool_call>(?:\s*\{(?:"(?:\\.|[^"\\])*+"|[^"<\\])*+|(?:(?!</?tool_call>).)*+)</tool_call>|\bto=[\w.-]++<\|channel\|>'
+_OBJECT = r'\{(?:"(?:\\.|[^"\\])*+"(?=\s*+[,:}\]])|[^"<\\])*+'
+_CALL = "|".join([
+    r'<tool_call>(?:\s*\{(?:"(?:\\.|[^"\\])*+"|[^"<\\])*+|(?:(?!</?tool_call>).)*+)</tool_call>',
+    r"\bto=functions\.[\w.-]++(?:<\|channel\|>\w++)?\s*+(?:<\|constrain\|>)?\w*+\s*+<\|message\|>\s*+" + _OBJECT,
+    r"\bto=[\w.-]++<\|channel\|>",
+    r"(?:\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>|<TOOLCALL>|<tool_calls>|<｜tool▁call▁begin｜>|<tool_call>(?=\s*+\[)|\A\s*+functools(?=\[))(?:[^{\"<]|<｜){0,200}+" + _OBJECT,
+    r"\A\s*+(?:[A-Za-z_][\w.-]*+\n\s*+|(?=\{\s*+\"name\"))" + _OBJECT,
+    r"<function(?:=[\w.-]++|_calls)>(?:(?!</?function[=_>]).)*+</function(?:_calls)?>",
+    r"<\|tool_call>(?:(?!<\|?tool_call\|?>).)*+<tool_call\|>",
+    r"<start_function_call>(?:(?!<(?:start|end)_function_call>).)*+<end_function_call>",
+])  # fmt: skip
+"""Matches a call in one of the formats of `environments.tool_calls`, at least up to the end of its last text."""
 _CHANNEL = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
 _MESSAGE = r"\s*+(?:<\|constrain\|>)?\w*+\s*+<\|message\|>"
 _PAIR = rf"{_OPEN}.*?(?:{_CLOSE}|\Z)|{_CHANNEL}analysis{_MESSAGE}.*?(?:<\|end\|>|\Z)|{_CHANNEL}(?:final|commentary){_MESSAGE}"

@@ -296,6 +296,20 @@ def test_thoughts_are_separate_and_an_answer_without_them_is_the_same_answer(sho
     assert verdict.parts["agent_contexts"] == 1, verdict.reason
 
 
+def test_an_answer_that_returns_without_its_calls_is_a_new_context():
+    """The calls would stay in the context of the next turn, although the agent removed them."""
+
+    async def play(url, key, task):
+        client = Client(url, key)
+        answer = await client.chat(START, tools=TOOLS)
+        assert (answer["content"], len(answer["tool_calls"])) == ("I add.", 1)
+        await client.chat([*START, {"role": "assistant", "content": "I add."}, user("go on")], tools=TOOLS)
+        return 1
+
+    verdict, _ = outcome(agents(play), f"I add. {call('add', a=1)}", "two")
+    assert verdict.parts["agent_contexts"] == 2, verdict.reason
+
+
 def test_tool_calls_are_parsed_and_their_results_continue_the_row():
     text = f"I add. {call('add', a=1)}"
 

@@ -150,6 +150,16 @@ def test_a_call_that_the_template_of_a_family_writes_is_read_back(family):
         assert tool_calls(written(family, [{"name": "now", "arguments": {}}]) + end, TOOLS) == [NOW]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "text", ["a </think> b", "<think>a</think>b", "the mark <think>", "[THINK]", "<channel|>"]
+)
+def test_a_text_in_a_call_may_have_the_marks_of_thoughts(family, text):
+    calls = [ToolCall("find", {"city": text, "days": 5})]
+    turn = written(family, [{"name": "find", "arguments": json.dumps(call.arguments)} for call in calls])
+    assert tool_calls(turn, TOOLS) == calls, turn
+
+
 WHOLE_TURNS = {"llama 3", "phi 4 mini without special tokens", "glm 4"}
 """Families whose calls have no mark before them, so a text before the call makes the turn an answer."""
 

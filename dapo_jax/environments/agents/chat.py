@@ -137,8 +137,9 @@ class Answer:
             _key({"role": "assistant", "content": text, "tool_calls": made})
             for text in (turn.text, marked, said, content)
             for made in ([], listed)
+            if made or not functions or text != content
         )
-        """The keys with which this answer may return in a later request."""
+        """The keys with which this answer may return in a later request. The text before its calls is the answer only with the calls."""
         prompt, sampled = turn.context_tokens, len(turn.tokens)
         usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
         self._head = {"id": f"chatcmpl-{turn.number}", "created": int(time.time()), "model": self._body.model or "policy"}  # fmt: skip
