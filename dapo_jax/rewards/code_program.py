@@ -32,8 +32,9 @@ def program_of(
         if fence is None and match and (indented or match[0].lower().endswith(_PYTHON)):
             fence, block, indent, depth = match, "", len(match[1]) if indented else 0, 1
             continue
-        if fence and match and indented and match[2].startswith(fence[2]) and f"a{match[3]}".isalnum():
-            depth += 1 if match[3] else -1
+        ends = match and match[3][:2] in ("", "</")  # a tag such as </answer> may follow
+        if fence and match and indented and match[2].startswith(fence[2]) and (ends or match[3].isalnum()):
+            depth += -1 if ends else 1
         if fence is None:
             others += line
         elif depth == 0:

@@ -34,6 +34,8 @@ SYNTAX, MEMORY = 117, 118
 """Exit statuses after a syntax error or without memory. A program may choose them as well, but it is wrong in any case."""
 FILE = "<program>"
 DEEPEST = 100
+RECURSION = 50_000
+"""The recursion limit of programs whose functions are called, as in LiveCodeBench."""
 STACK, LARGEST_FILE = 256 << 20, 16 << 20
 FILES, TASKS = 64, 18
 """Number of open files, and of tasks: the server, the program and its 16 threads."""
@@ -289,7 +291,12 @@ class Runner:
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             errors = "backslashreplace" if number == 2 else "surrogateescape"
             buffering = 1 if number == 2 or mode == "calls" else -1
-            setattr(sys, name, open(number, "w" if number else "r", buffering, "utf-8", errors))  # noqa: SIM115
+            stream = open(number, "w" if number else "r", buffering, "utf-8", errors, closefd=False)  # noqa: SIM115
+            # As in the interpreter, a second name keeps the stream open if the program replaces it.
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        if mode == "calls":  # as on the sites whose tests call a function
+            sys.setrecursionlimit(RECURSION)
         with open(4, encoding="utf-8", errors="surrogatepass") as file:
             self.text = file.read()
         module = types.ModuleType("solution" if mode == "calls" else "__main__")
@@ -320,10 +327,12 @@ class Runner:
             status = 1
         with contextlib.suppress(BaseException):
             atexit._run_exitfuncs()
-        try:
-            sys.stdout.flush()
-        except BaseException:
-            status = status or 120
+        for stream in (sys.__stdout__, sys.stdout):
+            try:
+                if not getattr(stream, "closed", False):
+                    stream.flush()
+            except BaseException:
+                status = status or 120
         return status & 0xFF
 
     def executed(self):
@@ -363,7 +372,9 @@ class Runner:
             os._exit(MEMORY)
         except BaseException as error:
             self.show()
-            raised = [type(error).__name__, " ".join(map(str, error.args))[:500]]
+            # The tests know the exceptions of Python only.
+            kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or not back]
+            raised = [kinds[0].__name__, " ".join(map(str, error.args))[:500]]
             return {"raise": [*raised, packed(list(error.args))] if back else raised}
 
     def found(self, name):
@@ -373,10 +384,11 @@ class Runner:
         if name.startswith("@"):
             return lambda *args: self.asked(int(name[1:]), args)
         first, *path = name.split(".")
-        if first in self.space and first != "Solution":
-            return functools.reduce(getattr, path, self.space[first])
         *_, name = first, *path
-        if name not in self.space and "Solution" in self.space:
+        is_method = (not path or first == "Solution()") and name in dir(self.space.get("Solution"))
+        if first in self.space and first != "Solution" and not is_method:
+            return functools.reduce(getattr, path, self.space[first])
+        if "Solution" in self.space and (is_method or name not in self.space):
             return getattr(self.space["Solution"](), name)
         return self.space[name]
 

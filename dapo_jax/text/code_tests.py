@@ -18,10 +18,10 @@ from dapo_jax.sandbox.server import packed
 MOST_BYTES = 256 << 20
 """Compressed tests may not be larger than this."""
 _FIELDS = """
-input_output public_tests public_test_cases tests verification_info official_tests verifier_metadata base_input test test_list test_cases assert_case
+base_input test input_output public_tests public_test_cases tests verification_info official_tests verifier_metadata test_list test_cases assert_case
 ground_truth reward_model
 """
-"""The fields that may have tests. The first field that a row has is read."""
+"""The fields that may have tests. The first field that a row has is read: LeetCodeDataset has the examples of its `test` also in `input_output`."""
 _FURTHER = {
     "public_tests": ("private_tests", "generated_tests"),
     "public_test_cases": ("private_test_cases",),
@@ -101,7 +101,7 @@ def _read(where: str, row: Mapping[str, Any]) -> CodeTests:
     """Returns the tests in a field, and in the fields with further ones."""
     memory = _number(row.get("memory_limit")) or _number(row.get("memory_limit_bytes")) / 2**20
     rest: dict[str, Any] = {"cpu_s": _number(row.get("time_limit")), "memory_mb": memory}
-    name, prompt = row.get("entry_point") or "", row.get("prompt") or ""
+    name, prompt = row.get("entry_point") or "", row.get("code_prompt") or row.get("prompt") or ""
     if where == "test":  # code with functions that test
         functions = re.findall(r"^def (test\w*)\(", row["test"], re.MULTILINE)
         is_check = name and "def check(" in row["test"]

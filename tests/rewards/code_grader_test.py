@@ -168,6 +168,40 @@ def test_reports_of_users():
     check(cases)
 
 
+STREAMS = {
+    "text input": "import io, sys\nsys.stdin = io.TextIOWrapper(sys.stdin.buffer, encoding='utf-8')\nprint(sum(map(int, input().split())))",
+    "text output": "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(sum(map(int, input().split())))",
+    "by number": "import os, sys\nsys.stdout = os.fdopen(1, 'w')\nprint(sum(map(int, input().split())))",
+    "second name": "import sys\nsys.__stdout__.write(str(sum(map(int, sys.__stdin__.readline().split()))))",
+    "closed": "import sys\nprint(sum(map(int, input().split())))\nsys.stdout.close()",
+    "at the end": "import atexit, io, os, sys\nsys.stdout = io.StringIO()\n"
+        "atexit.register(lambda: os.write(1, sys.stdout.getvalue().encode()))\nprint(sum(map(int, input().split())))",
+    "lost": "import io, sys\nsys.stdout = io.StringIO()\nprint(sum(map(int, input().split())))",
+}  # fmt: skip
+
+
+def test_a_program_may_replace_and_close_its_streams():
+    """As with Python itself, whose second names of the streams keep them open."""
+    expected = dict.fromkeys(STREAMS, "passed") | {"lost": "wrong_answer"}
+    check([case(name, expected[name], fenced(source), SUM) for name, source in STREAMS.items()])
+
+
+def test_functions_are_called_as_on_the_sites_of_their_tests():
+    """With a recursion limit of 50,000, and methods of `Solution` before functions of the same name."""
+    deep = "from functools import cache\nclass Solution:\n    def add(self, a, b):\n        @cache\n        def f(n): return f(n - 1) + 1 if n else 0\n        return f(5000) - 5000 + a + b"
+    ignored = "def add(a, b): return a + b\nclass Solution:\n    def add(self, a, b): return 1"
+    check([case("deep", "passed", fenced(deep), ADD), case("ignored", "wrong_answer", fenced(ignored), ADD)])
+    check([case("a tag", "passed", f"<answer>\n{fenced('def add(a, b): return a + b')}</answer>", ADD)])
+
+
+def test_an_exception_of_the_program_is_the_exception_of_python_that_it_extends():
+    source = "class Bad(ValueError): pass\ndef add(a, b): raise Bad('no')"
+    tests = [
+        "try:\n    add(1, 2)\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False"
+    ]
+    check([case("", "passed", fenced(source), tests)])
+
+
 def test_formats_of_datasets():
     wrong = [verdict for verdict in VERDICTS if verdict != "passed"]
     expected = {"right": "passed", "right_body": "passed", "wrong": wrong}
@@ -452,7 +486,7 @@ def test_tests_that_cannot_run_are_no_verdict():
     [
         (
             {"question": "?"},
-            r"no tests in the row's fields \['question'\]; the grader code reads input_output",
+            r"no tests in the row's fields \['question'\]; the grader code reads base_input, test, input_output",
         ),
         (
             {"input_output": '{"inputs": [], "outputs": []}'},
