@@ -329,7 +329,7 @@ class Runner:
             atexit._run_exitfuncs()
         for stream in (sys.__stdout__, sys.stdout):
             try:
-                if not getattr(stream, "closed", False):
+                if stream and not getattr(stream, "closed", False):
                     stream.flush()
             except BaseException:
                 status = status or 120
