@@ -173,7 +173,9 @@ def _checked_name(key: str, value: dict[str, Any], expected: Any) -> str:
     if kind is not Any:
         check_value(f"{key}.{name}", options, kind, _NO_RULES)
     elif not isinstance(options, dict) or not options:
-        refuse(f"{key}.{name}", options, "options", f"write the name alone: {key}={name}")
+        alone = f"write the name alone: {key}={name}"
+        remedy = f"name the option: {{{name}: {{OPTION: {options}}}}}" if options else alone
+        refuse(f"{key}.{name}", options, "options", remedy)
     return name
 
 

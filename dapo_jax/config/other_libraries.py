@@ -73,7 +73,7 @@ _NO_KEY = {
     "min_p repetition_penalty sampling.top_p sampling.top_k rollout.top_p rollout.top_k": "training samples from the full distribution, because "
     "the loss uses its probabilities; `eval.top_p` and `eval.top_k` are for evaluation",
     "eval_on_start val_before_train": "every run evaluates before its first step and after its last one; `eval.every_steps` adds evaluations in between",
-    "entropy_coeff": "the loss has no entropy bonus; raise `loss.clip_ratio_high` to keep the entropy from falling",
+    "entropy_coeff entropy_coef": "the loss has no entropy bonus; raise `loss.clip_ratio_high` to keep the entropy from falling",
     "project_name wandb_project": "the environment variable WANDB_PROJECT sets the Weights & Biases project",
     "chat_template_path": "the template is chat_template.jinja in the folder `model.source`",
     "filter_overlong_prompts truncation": "training always leaves out prompts longer than `data.max_prompt_tokens`, and never truncates",
@@ -104,6 +104,8 @@ def of_another_library(key: str, known: Collection[str]) -> str | None:
     """
     parts = key.lower().split(".")
     endings = [".".join(parts[start:]) for start in range(len(parts))]
+    if endings[0] in ("eval.n", "eval.k"):  # the responses of an evaluation, not of a group
+        return f"`{endings[0]}` of other libraries is `eval.samples_per_prompt` here"
     places = {place for each in known for place in (each, each.rpartition(".")[0])}
     if alias := next((ending for ending in endings if ALIASES.get(ending) in places), None):
         unit = f" ({NOTES[alias]})" if alias in NOTES else ""

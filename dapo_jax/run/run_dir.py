@@ -34,11 +34,23 @@ def remove_run(run_dir: AnyPath) -> bytes:
     """Removes the files of a run from `run_dir`, except the lock. Call `check_run_dir` first, because it rejects a folder that contains other files."""
     for entry in entries(run_dir):
         if entry.name in OF_A_RUN and entry.name != locks.NAME:
-            if entry.is_dir():
-                entry.rmtree() if isinstance(entry, epath.Path) else shutil.rmtree(entry)
-            else:
-                entry.unlink()
+            _remove(entry)
     return b""
+
+
+def remove_steps_after(step: int, folder: AnyPath) -> None:
+    """Removes the files and folders in `folder` of later steps. A resumed run has not reached them, and may never write them again."""
+    for entry in entries(folder):
+        found = re.fullmatch(r"step_([0-9]+)(?:\.\w+)?", entry.name)
+        if found and int(found[1]) > step:
+            _remove(entry)
+
+
+def _remove(entry: AnyPath) -> None:
+    if entry.is_dir():
+        entry.rmtree() if isinstance(entry, epath.Path) else shutil.rmtree(entry)
+    else:
+        entry.unlink()
 
 
 def claim_run_dir(

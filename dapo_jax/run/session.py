@@ -12,7 +12,7 @@ from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import check_room
 from dapo_jax.run.observers import Profile
 from dapo_jax.run.records import Records, write_config
-from dapo_jax.run.run_dir import remove_run
+from dapo_jax.run.run_dir import remove_run, remove_steps_after
 from dapo_jax.storage import AnyPath
 from dapo_jax.storage.locks import Lock
 from dapo_jax.trackers.progress import Progress
@@ -83,6 +83,9 @@ class Session:
         step = self.start.position.step
         # The last step whose metrics are final. At step 0, there is no such step, because the evaluation before training is repeated.
         written = step - (self.start.unfinished is not None) if step else -1
+        if resume:
+            remove_steps_after(written, self.run_dir / "evaluations")
+            remove_steps_after(step, self.run_dir / "rollouts")  # those of an unfinished step are final
         resume_step, decode = written if resume else None, self.run.policy.tokenizer.decode
         records = Records(self.config, self.run_dir, resume_step=resume_step, decode=decode)
         self.records = self.opened.enter_context(records)

@@ -45,6 +45,19 @@ def test_the_name_of_an_algorithm_elsewhere_is_answered_with_algorithm(theirs):
     assert "`algorithm: NAME`" in unknown_key(theirs, KEYS)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("eval.n", "`eval.samples_per_prompt`"),
+        ("eval.k", "`eval.samples_per_prompt`"),
+        ("rollout.n", "`batch.group_size`"),
+        ("loss.entropy_coef", "no entropy bonus"),
+    ],
+)
+def test_a_remedy_does_not_change_another_quantity(theirs, ours):
+    assert ours in unknown_key(theirs, KEYS)
+
+
 def test_remedies_name_existing_keys_and_sections():
     places = {place for key in KEYS for place in (key, key.rpartition(".")[0])}
     named = {name for answer in NO_KEY.values() for name in re.findall("`([^`]+)`", answer)}

@@ -100,6 +100,7 @@ loss.objective=cispo loss.clip_ratio_high=0.3 -> loss.clip_ratio_high: found 0.3
 loss.objective=cispo loss.clip_ratio_low=0.1 -> loss.clip_ratio_low: found 0.1; loss.objective = 'cispo'
 loss.objective.gspo.dual_clip=3 -> loss.objective.gspo.dual_clip: found 3; an option of gspo; leave it out
 loss.objective.cispo.cup=3 -> loss.objective.cispo.cup: found 3; cispo; cap
+loss.objective={"cispo":2} -> loss.objective.cispo: found 2; name the option; OPTION: 2
 loss.objective.topr.cap=3 -> loss.objective.topr.cap: found 3; topr; leave it out
 loss.objective.clip.clip_ratio_low=0.1 -> loss.objective.clip.clip_ratio_low: found 0.1; set loss.clip_ratio_low
 loss.select.high_entropy.fraction=0.2 -> loss.select.high_entropy.fraction: found 0.2; high_entropy; frac

@@ -188,6 +188,28 @@ def test_without_a_checkpoint_a_resumed_run_begins_at_step_0(micro, run_micro):
     assert f"there is no checkpoint in {config.run_dir}/checkpoints" in shown.getvalue()
 
 
+def test_a_resumed_run_has_no_rollouts_and_evaluations_of_steps_that_it_has_not_reached(micro, run_micro):
+    """Without a checkpoint, nothing is left of the first attempt, whose configuration may differ."""
+    config = micro(
+        steps=2, checkpoint__every_steps=0, checkpoint__keep_best=False, log__rollouts_every_steps=1
+    )
+    run_dir = Path(config.run_dir)
+    for folder in ("rollouts", "evaluations"):
+        (run_dir / folder).mkdir(parents=True)
+    for name in ("step_000001.jsonl", "step_000003.jsonl", "step_000003.txt"):
+        (run_dir / "rollouts" / name).touch()
+    for name in ("step_000000", "step_000004"):
+        (run_dir / "evaluations" / name).mkdir()
+        (run_dir / "evaluations" / name / "old.jsonl").touch()
+    run_micro(config, resume=True)
+    assert {file.name for file in (run_dir / "rollouts").glob("*.jsonl")} == {
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+    }
+    assert not (run_dir / "rollouts" / "step_000003.txt").exists()
+    assert not [*run_dir.glob("evaluations/*/old.jsonl")]
+
+
 def test_a_run_is_neither_written_over_nor_resumed_under_another_configuration(finished, micro, run_micro):
     with pytest.raises(ConfigError, match="already contains a run; resume it with --resume"):
         run_micro(micro(finished.run_dir))
