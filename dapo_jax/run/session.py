@@ -85,7 +85,7 @@ class Session:
         written = step - (self.start.unfinished is not None) if step else -1
         if resume:
             remove_steps_after(written, self.run_dir / "evaluations")
-            remove_steps_after(step, self.run_dir / "rollouts")  # those of an unfinished step are final
+            remove_steps_after(step, self.run_dir / "rollouts")  # rollouts of an unfinished step are final
         resume_step, decode = written if resume else None, self.run.policy.tokenizer.decode
         records = Records(self.config, self.run_dir, resume_step=resume_step, decode=decode)
         self.records = self.opened.enter_context(records)
