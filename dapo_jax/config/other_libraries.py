@@ -104,8 +104,6 @@ def of_another_library(key: str, known: Collection[str]) -> str | None:
     """
     parts = key.lower().split(".")
     endings = [".".join(parts[start:]) for start in range(len(parts))]
-    if endings[0] in ("eval.n", "eval.k"):  # the responses of an evaluation, not of a group
-        return f"`{endings[0]}` of other libraries is `eval.samples_per_prompt` here"
     places = {place for each in known for place in (each, each.rpartition(".")[0])}
     if alias := next((ending for ending in endings if ALIASES.get(ending) in places), None):
         unit = f" ({NOTES[alias]})" if alias in NOTES else ""

@@ -209,7 +209,7 @@ class EvalConfig(Section, at="eval"):
     """Evaluation datasets, each in the form {source: aime_2024, path: ...} (see `SourceConfig`). If empty, `data.eval_split` of `data.source` is used."""
     prompts: int = key(0)
     """Number of prompts to use, from the beginning of each dataset. 0 means all prompts."""
-    samples_per_prompt: int = key(32, range=SIZE, aliases="val_kwargs.n num_generations_eval")
+    samples_per_prompt: int = key(32, range=SIZE, aliases="val_kwargs.n num_generations_eval eval.n eval.k")
     """Number of responses per prompt, which is k in avg@k. (Section 4.1)"""
     temperature: float = key(1.0, range=TEMPERATURE, aliases="do_sample val_kwargs.temperature")
     """Softmax temperature. 0 means greedy decoding. (Section 4.1)"""

@@ -98,7 +98,7 @@ def seconds_of_a_round(rounds):
 
 # Slow: starts a cluster of two nodes.
 @pytest.mark.slow
-def test_a_round_costs_at_most_1_5_times_as_long_as_a_direct_call_of_the_same_worker(two_nodes):
+def test_a_round_costs_at_most_1_35_times_as_long_as_a_direct_call_of_the_same_worker(two_nodes):
     """One call with the same messages is the limit. The trainer's side adds two changes of the thread, which take about a quarter of the call; the rest is for noise. Measures five
     times by turns, and takes the best of each, because other programs on this machine only add time."""
     sampler, params = sampler_of(longest, slots=64), [jnp.ones(3)] * 3
@@ -129,4 +129,4 @@ def test_a_round_costs_at_most_1_5_times_as_long_as_a_direct_call_of_the_same_wo
         f"a round of 64 responses: {1e3 * process:.2f} ms in the process, {1e3 * direct:.2f} ms in an actor, "
         f"{1e3 * there:.2f} ms in a sample worker"
     )
-    assert there <= 1.5 * direct
+    assert there <= 1.35 * direct
