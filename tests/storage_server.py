@@ -324,7 +324,8 @@ def _two_parts(content_type, body):
     """Returns the JSON that describes an object, and its bytes, from a multipart/related body."""
     boundary = email.message_from_string(f"Content-Type: {content_type}\n\n").get_boundary().encode()
     _, about, rest = body.split(b"--" + boundary, 2)
-    data = re.split(rb"\r?\n\r?\n", rest, maxsplit=1)[1]
-    ending = data.rindex(b"--" + boundary + b"--")
-    data = data[:ending].removesuffix(b"\n").removesuffix(b"\r")
-    return json.loads(re.split(rb"\r?\n\r?\n", about, maxsplit=1)[1]), data
+    # Clients end lines with "\r\n" or "\n". An object may itself end with "\r", which stays.
+    line_end = b"\r\n" if rest.startswith(b"\r\n") else b"\n"
+    data = rest.split(2 * line_end, 1)[1]
+    ending = data.rindex(line_end + b"--" + boundary + b"--")
+    return json.loads(about.split(2 * line_end, 1)[1]), data[:ending]
