@@ -35,6 +35,8 @@ class Prompt:
     """Reference answer for the grader."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The dataset row of the prompt, for reward functions that need more than the answer."""
+    is_plain: bool = False
+    """Whether the prompt is plain text, which a response continues, instead of a conversation."""
 
 
 class Span(NamedTuple):

@@ -171,7 +171,8 @@ def _prompt(
             f"{place_of(row, index)}: the prompt has {len(tokens)} tokens; a prompt needs 1 to data.max_prompt_tokens={max_prompt_tokens}: "
             f"raise data.max_prompt_tokens or remove the row. The prompt begins with {text[:60]!r}"
         )
-    return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
+    is_plain = prompt_format.is_plain(row["prompt"])
+    return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row, is_plain=is_plain)
 
 
 def _encoded(

@@ -281,11 +281,14 @@ class Pieces:
         ('Aé', ['A', '', 'é', ''])
         """
         try:
-            whole = self._decode(tuple(ids))
-            if not whole.startswith(text):
-                return None
-            pieces = self._pieces(ids)
+            whole, pieces = self._decode(tuple(ids)), self._pieces(ids)
         except ValueError:
+            return None
+        if (
+            pieces and f" {whole}".startswith(text) and not whole.startswith(text)
+        ):  # it continues a plain prompt
+            whole, pieces = f" {whole}", [f" {pieces[0]}", *pieces[1:]]
+        if not whole.startswith(text):
             return None
         return (whole, pieces) if "".join(pieces) == whole else None
 

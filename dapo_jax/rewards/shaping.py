@@ -19,16 +19,17 @@ from dapo_jax.rewards.sample import Sample
 class TextDecoder(Protocol):
     """The part of the tokenizer interface that grading needs."""
 
-    def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """Returns the text of `ids` without special tokens."""
+    def decode(self, ids: Int[np.ndarray, " tokens"], after: Int[np.ndarray, " before"] | None = None) -> str:
+        """Returns the text of `ids` without special tokens. They follow the tokens `after`, or begin a text if it is None."""
 
 
 def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: TextDecoder) -> list[Sample]:
     """Returns a grader's arguments, one `Sample` per response. Responses are decoded to text without special tokens."""
+    after = prompt.tokens if prompt.is_plain else None
     return [
         Sample(
             prompt=prompt,
-            response=tokenizer.decode(response.tokens),
+            response=tokenizer.decode(response.tokens, after),
             tokens=response.tokens,
             finish_reason=response.finish_reason,
             step=response.spans[0].version,

@@ -21,9 +21,10 @@ from dapo_jax.serving.http_connections import Connections
 from dapo_jax.serving.http_requests import read_chat, read_completions, read_generate
 from dapo_jax.serving.request_loop import NewTokens, RequestLoop, stopping
 from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimits, ServerThread, sampled
-from dapo_jax.serving.text import GrowingText, decoded
+from dapo_jax.serving.text import GrowingText, token_name
 from dapo_jax.terminal import visible
 from dapo_jax.text.http import PATIENCE_S, RequestError, error_object, host_name, is_loopback, read_body
+from dapo_jax.text.special_tokens import Before
 from dapo_jax.text.tokenizers import token_bytes
 
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
@@ -110,7 +111,7 @@ class GenerateAnswer:
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             content = token_bytes(self._tokenizer, token)
-            name = decoded(self._tokenizer, [token]) if named else f"token_id:{token}"
+            name = token_name(self._tokenizer, token) if named else f"token_id:{token}"
             return {"token": name, "logprob": logprob, "bytes": None if content is None else list(content)}
 
         record, count = new.record, self._request.top_logprobs
@@ -195,8 +196,15 @@ class CompletionAnswer(GenerateAnswer):
     def _choice(self, new: NewTokens) -> dict[str, Any]:
         # A stop string ends the response, but not the prompt before it.
         stop, ids = ((), ()) if self._request.echo else self._request.stop
-        text = GrowingText(self._tokenizer, stop, ids).add(new.record.ids.tolist(), last=True)
+        text = GrowingText(self._tokenizer, stop, ids, after=self._after).add(
+            new.record.ids.tolist(), last=True
+        )
         return {"text": text, "logprobs": self._table(new)}
+
+    @property
+    def _after(self) -> Before:
+        """The tokens before the text of the answer."""
+        return None if self._request.echo else self._request.prompt
 
     def _table(self, new: NewTokens) -> dict[str, Any] | None:
         """Returns the log-probabilities in the format of OpenAI's completions, or None if not requested. Only scored prompts have `top_logprobs`."""
@@ -204,11 +212,12 @@ class CompletionAnswer(GenerateAnswer):
             return None
         tokens, tops = new.record.ids.tolist(), None
         logprobs = list[float | None](new.record.logprobs.tolist())
-        names, text = [decoded(self._tokenizer, [token]) for token in tokens], GrowingText(self._tokenizer)
+        names = [token_name(self._tokenizer, token) for token in tokens]
+        text = GrowingText(self._tokenizer, after=self._after)
         offsets = [0, *accumulate(len(text.add([token])) for token in tokens[:-1])]
         if (scores := new.scores) is not None:
             actual = islice(zip(names, logprobs, strict=True), 1, None)
-            top = [decoded(self._tokenizer, [token]) for token in scores.top.tolist()]
+            top = [token_name(self._tokenizer, token) for token in scores.top.tolist()]
             best = zip(top, scores.top_logprobs.tolist(), strict=True)
             # If two tokens have the same text, the more likely token comes last and so remains.
             tops = [None, *map(dict, zip(actual, best, strict=False))]

@@ -65,12 +65,14 @@ class JetStreamServer(ServerThread):
         As in JetStream, the end token is not sent. A response with fewer than `max_tokens` tokens therefore ended with an end token.
         `content` is the serialized request, which is parsed here because gRPC would print a traceback for an invalid message.
         """
-        text, sample = GrowingText(self._limits.tokenizer), _messages.DecodeResponse.StreamContent.Sample
+        sample = _messages.DecodeResponse.StreamContent.Sample
         ends = stop_ids(self._limits.tokenizer)
         try:
             request = _messages.DecodeRequest.FromString(content)
             # Parsing runs in a thread, because tokenizing a prompt of several megabytes must not delay other requests.
             asked = await asyncio.to_thread(self._checked, request)
+            after = None if self._format.data.chat else asked.prompt
+            text = GrowingText(self._limits.tokenizer, after=after)
             async with sampled(self._requests, asked) as arriving:
                 async for new in arriving:
                     tokens = new.record.ids.tolist()

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from dapo_jax.text.special_tokens import Before
 from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.text.tokenizers import Tokenizer
 
@@ -14,6 +17,11 @@ def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
     return StopStrings(tokenizer, ()).text(ids)
 
 
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """Returns the text of a token inside a text, which keeps a first space. Decodes the token after itself."""
+    return StopStrings(tokenizer, ()).text([token], np.array([token]))
+
+
 class GrowingText:
     """The text of a response that arrives in blocks of tokens, up to its first stop string or stop id.
 
@@ -22,8 +30,11 @@ class GrowingText:
     one incomplete character makes all bytes next to it invalid.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), ids: Sequence[int] = ()) -> None:
-        self._stop = StopStrings(tokenizer, stop, ids)
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), ids: Sequence[int] = (), *, after: Before = None
+    ) -> None:
+        """Prepares to decode tokens that follow the tokens `after`, or begin a text if it is None."""
+        self._stop, self._after = StopStrings(tokenizer, stop, ids), after
         self._held = max(map(len, stop), default=1) - 1
         self._window: list[int] = []
         """Tokens to decode next: a few tokens that end with a complete character, and all tokens after them."""
@@ -36,12 +47,12 @@ class GrowingText:
         if self._over:
             return ""
         self._window += filter(self._stop.has_text, ids)
-        text, known = self._stop.text(self._window), len(self._window)
+        text, known = self._stop.text(self._window, self._after), len(self._window)
         whole = text
         # An incomplete character has at most three bytes.
         while whole.endswith(_BROKEN) and not last and known > max(len(self._window) - 3, 0):
             known -= 1
-            whole = self._stop.text(self._window[:known])
+            whole = self._stop.text(self._window[:known], self._after)
         is_known = not whole.endswith(_BROKEN)
         whole = whole if last else whole.rstrip(_BROKEN)
         self._waiting, self._shown = self._waiting + whole[self._shown :], max(self._shown, len(whole))
@@ -50,14 +61,17 @@ class GrowingText:
             for begin in range(known - 1, max(known - 5, -1), -1):
                 end = self._stop.text(self._window[begin:known])
                 if end and whole.endswith(end):
-                    self._window, self._shown = self._window[begin:], len(end)
+                    self._window, self._shown, self._after = self._window[begin:], len(end), None
                     break
         elif len(self._window) > 16:
             # Without this, the window would grow with each token that is not a character. The last tokens contain the incomplete character.
             for cut in (-4, -5, -6):  # one of these is between two characters
-                start, end = self._stop.text(self._window[:cut]), self._stop.text(self._window[cut:])
+                start, end = (
+                    self._stop.text(self._window[:cut], self._after),
+                    self._stop.text(self._window[cut:]),
+                )
                 if end and start + end == text:
-                    self._waiting += start[self._shown :]
+                    self._waiting, self._after = self._waiting + start[self._shown :], None
                     self._window, self._shown = self._window[cut:], max(self._shown - len(start), 0)
                     break
         starts = [at for string in self._stop.strings if (at := self._waiting.find(string)) >= 0]

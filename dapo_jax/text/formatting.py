@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from jaxtyping import Int32
@@ -34,7 +34,7 @@ class PromptFormat:
         self, prompt: str | Sequence[Message], tokenizer: Tokenizer
     ) -> tuple[str, Int32[np.ndarray, " prompt"]]:
         """Returns the prompt's text and tokens. Raises ValueError if the messages, the chat template or the settings do not fit the prompt."""
-        if isinstance(prompt, str) and not self.data.chat:
+        if self.is_plain(prompt):
             if self.data.system_prompt or self.data.chat_template_kwargs:
                 raise ValueError(
                     "the prompt is plain text, but data.system_prompt or data.chat_template_kwargs is set, which only "
@@ -46,6 +46,10 @@ class PromptFormat:
         text = self._conversation(prompt, tokenizer)
         # The chat template has already written all special tokens, including the beginning-of-text token.
         return text, tokenizer.encode(text)
+
+    def is_plain(self, prompt: str | Sequence[Message]) -> TypeGuard[str]:
+        """Returns whether the prompt becomes plain text instead of a conversation."""
+        return isinstance(prompt, str) and not self.data.chat
 
     def _asked(self, prompt: str) -> str:
         columns = {**self.row, "prompt": prompt}

@@ -224,13 +224,18 @@ class HuggingFaceTokenizer:
         ids, first = self.encode(text), np.array(self._beginning, dtype=np.int32)
         return ids if np.array_equal(ids[: len(first)], first) else np.concatenate([first, ids])
 
-    def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
+    def decode(self, ids: Int[np.ndarray, " tokens"], after: Before = None) -> str:
         """Returns the text of `ids`. Special tokens, except marks of thoughts, and ids that only pad the model's vocabulary, have no text.
 
-        Bytes that are not valid UTF-8 become U+FFFD. White space is not changed.
+        Bytes that are not valid UTF-8 become U+FFFD. Some decoders, such as Llama 2's, drop the first space of a text. They keep
+        it if ordinary text comes before `ids`, so `decode(encode(text, after), after)` is `text`.
         """
+        last = [] if after is None else [int(token) for token in after[-1:] if int(token) not in self._added]
         with self._library("cannot decode these ids with"):
-            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+            text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+            before = self._tokenizer.decode(last, skip_special_tokens=True)
+            both = self._tokenizer.decode([*last, *ids.tolist()], skip_special_tokens=True) if last else text
+        return f" {text}" if both == f"{before} {text}" else text
 
     def marked_text(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` with the special tokens, except those at the end."""

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from dapo_jax.text.chat import ChatTemplate
-from dapo_jax.text.special_tokens import FIRST_GUARD
+from dapo_jax.text.special_tokens import FIRST_GUARD, Before
 from dapo_jax.text.tokenizers import Tokenizer
 
 _ALIGNMENTS = 4
@@ -70,19 +70,19 @@ class StopStrings:
         new = (end for end, position in enumerate(positions, start=1) if position >= start)
         return next((positions[end - 1] + 1 for end in new if self._completes(tail, end)), None)
 
-    def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """Returns the text of `ids` up to the earliest stop string, or all of the text if it has no stop string."""
-        text = self.text(ids)
+    def decode(self, ids: Int[np.ndarray, " tokens"], after: Before = None) -> str:
+        """Returns the text of `ids`, which follow the tokens `after`, up to the earliest stop string, or all of the text if it has no stop string."""
+        text = self.text(ids, after)
         end = min((start for s in self.strings if (start := text.find(s)) >= 0), default=len(text))
         return self.unmarked(text[:end])
 
-    def text(self, ids: Int[np.ndarray, " tokens"] | list[int]) -> str:
-        """Returns the text of `ids`, with a private-use character, a mark, for each stop id and each special token in a stop string. Unknown ids have no text."""
+    def text(self, ids: Int[np.ndarray, " tokens"] | list[int], after: Before = None) -> str:
+        """Returns the text of `ids`, which follow the tokens `after`, with a private-use character, a mark, for each stop id and each special token in a stop string. Unknown ids have no text."""
         size, marks = self._tokenizer.vocab_size, self._marks
         known = np.array([token for token in ids if 0 <= token < size or token in marks], np.int32)
         first, *others = np.split(known, np.flatnonzero(np.isin(known, [*marks])))
         texts = (marks[int(tokens[0])] + self._tokenizer.decode(tokens[1:]) for tokens in others)
-        return self._tokenizer.decode(first) + "".join(texts)
+        return self._tokenizer.decode(first, after) + "".join(texts)
 
     def marked(self, text: str) -> str:
         """Returns the text with the mark of each special token that a stop string contains."""

@@ -59,8 +59,8 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a plain-text prompt, including the beginning-of-text token if the model has one."""
 
-    def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """Returns the text of `ids` without special tokens."""
+    def decode(self, ids: Int[np.ndarray, " tokens"], after: Before = None) -> str:
+        """Returns the text of `ids` without special tokens. They follow the tokens `after`, or begin a text if it is None."""
 
 
 def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:

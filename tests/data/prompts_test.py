@@ -26,6 +26,16 @@ def test_prompt_carries_its_row_and_place():
     np.testing.assert_array_equal(prompt.tokens, TOKENIZER.encode("12+12"))
 
 
+@pytest.mark.parametrize(
+    ("chat", "question"), [(False, "1+1"), (True, "1+1"), (False, [{"role": "user", "content": "1+1"}])]
+)
+def test_a_prompt_is_plain_unless_the_chat_template_renders_it(chat_tokenizer, chat, question):
+    rows = [{"prompt": question, "answer": "2"}]
+    prompt_format = PromptFormat(DataConfig(chat=chat))
+    [prompt] = held_out(rows, chat_tokenizer, prompt_format=prompt_format, max_prompt_tokens=99)
+    assert prompt.is_plain == (prompt.text == "1+1")
+
+
 def test_the_prompt_of_an_ordinal_does_not_depend_on_earlier_ones():
     asked_in_order = source()
     texts = [asked_in_order[ordinal].text for ordinal in range(70)]

@@ -35,11 +35,21 @@ def test_pieces_are_the_text(tokenizer, text):
         (CharTokenizer("ab"), [2, 3, CharTokenizer("ab").eos_id], "ab", "ab", ["a", "b", ""]),
         # This decoder drops the space of a token that is decoded alone.
         (SPACED, SPACED.encode("END END"), "END END", "END END", ["EN", "D", " EN", "D"]),
+        # After a plain prompt, it keeps the space.
+        (SPACED, SPACED.encode("END END"), " END END", " END END", [" EN", "D", " EN", "D"]),
         (CharTokenizer("ab\n"), [2, 3, 4], "ab", "ab\n", ["a", "b", "\n"]),
         (ByteTokenizer(), [2 + byte for byte in b"a\xff\xfeb"], "a", "a\ufffd\ufffdb", None),
         (ByteTokenizer(), [], "", "", []),
     ],
-    ids=["several tokens", "end token", "first space", "stop string", "no characters", "no tokens"],
+    ids=[
+        "several tokens",
+        "end token",
+        "first space",
+        "plain prompt",
+        "stop string",
+        "no characters",
+        "no tokens",
+    ],
 )
 def test_tokens_have_their_parts_of_the_text(tokenizer, ids, text, whole, parts):
     """If several tokens make one character, the last one has it."""

@@ -11,9 +11,10 @@ from dapo_jax.rewards import grade_function
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.graders import kimi_length
 from dapo_jax.rewards.grading import Grading, Part, immediately, part_names, summed, weighted_sum
-from dapo_jax.rewards.shaping import Shaping
+from dapo_jax.rewards.shaping import Shaping, samples_of
 from dapo_jax.text.tokenizers import ByteTokenizer
 from tests.rewards.samples import sample, samples
+from tests.text.stop_strings_test import SPACED
 
 TOKENIZER = ByteTokenizer()
 RULE = Shaping(correct=1.0, incorrect=-1.0)
@@ -44,6 +45,15 @@ def test_in_this_process_each_group_is_graded_before_the_next_is_sampled():
         events.append(f"group {group.prompt.ordinal}")
         assert group.rewards.tolist() == [1.0, -0.5]
     assert events == ["sample 3", "group 3", "sample 1", "group 1"]
+
+
+@pytest.mark.parametrize(("is_plain", "text"), [(True, "    END"), (False, "   END")])
+def test_a_response_to_a_plain_prompt_keeps_its_first_space(is_plain, text):
+    """Llama 2's decoder drops the first space of a text. After a plain prompt, a response does not begin a text."""
+    tokens = SPACED.encode("a:")
+    prompt = Prompt(ordinal=0, tokens=tokens, text="a:", answer="", is_plain=is_plain)
+    response = Response(record=Tokens(SPACED.encode("    END", tokens)), finish_reason="stop")
+    assert [sample.response for sample in samples_of(prompt, [response], tokenizer=SPACED)] == [text]
 
 
 def test_sampling_does_not_wait_for_a_verdict_and_groups_keep_the_order_of_sampling():

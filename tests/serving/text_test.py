@@ -10,8 +10,8 @@ from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 from tests.text.stop_strings_test import MERGED, SPACED, SPECIAL_STOPS, ids_of
 
 
-def grown(tokenizer, pieces, stop=()):
-    text = GrowingText(tokenizer, stop)
+def grown(tokenizer, pieces, stop=(), after=None):
+    text = GrowingText(tokenizer, stop, after=after)
     return [*(text.add(piece) for piece in pieces), text.add([], last=True)]
 
 
@@ -26,7 +26,7 @@ def test_a_token_may_be_decoded_differently_at_the_start_of_a_text():
     """Some tokenizers drop the first space of a text."""
 
     class Spaced(CharTokenizer):
-        def decode(self, ids):
+        def decode(self, ids, after=None):
             return super().decode(ids).removeprefix(" ")
 
     ids = Spaced("ab ").encode(" a b").tolist()
@@ -38,6 +38,14 @@ def test_pieces_of_any_bytes_add_up_to_the_whole(data, size):
     ids = [byte + 2 for byte in data]
     pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
     assert "".join(grown(ByteTokenizer(), pieces)) == ByteTokenizer().decode(np.array(ids, np.int32))
+
+
+@given(text=st.text("a END\n日本é🜂"), size=st.integers(1, 4))
+def test_a_text_after_other_text_keeps_its_first_space(text, size):
+    after = SPACED.encode("a:")
+    ids = SPACED.encode(text, after).tolist()
+    pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
+    assert "".join(grown(SPACED, pieces, after=after)) == text
 
 
 @given(text=st.text("a END\n日本é🜂"), size=st.integers(1, 4))

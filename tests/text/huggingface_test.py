@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Library
 
-from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.huggingface import ByteTokenizer, HuggingFaceTokenizer
 from dapo_jax.text.stop_strings import stop_ids
 from dapo_jax.text.tokenizers import (
     Tokenizer,
@@ -244,6 +244,24 @@ def test_the_decoder_drops_only_the_first_space_of_a_text():
     found = HuggingFaceTokenizer(files_of(byte_fallback_json(), eos_token="</s>", pad_token=None))
     assert found.decode(found.encode("END é")) == "END é"
     assert found.decode(found.encode("END é")[1:]) == "D é"
+
+
+LLAMA_2 = HuggingFaceTokenizer(files_of(byte_fallback_json(), eos_token="</s>", pad_token=None))
+
+
+@pytest.mark.parametrize("tokenizer", [LLAMA_2, HuggingFaceTokenizer(files_of()), ByteTokenizer()])
+@pytest.mark.parametrize("text", [" END", "    END\n", "END", "\n  a", "é"])
+@pytest.mark.parametrize("before", [None, "a:", "a\n", "a ", "é", "<end>"])
+def test_decoding_reverses_encoding_after_any_tokens(tokenizer, text, before):
+    """The body of a function keeps its indentation after a plain prompt, and a response after a special token gains no space."""
+    after = before and np.array([tokenizer.eos_id] if before == "<end>" else tokenizer.encode(before))
+    assert tokenizer.decode(tokenizer.encode(text, after), after) == text
+
+
+def test_a_character_whose_first_byte_is_before_the_text_is_replaced():
+    """é has the bytes C3 A9."""
+    first, second = LLAMA_2.encode("aé")[-2:]
+    assert LLAMA_2.decode(np.array([second]), np.array([first])) == "\ufffd"
 
 
 def added(*tokens, at=None):

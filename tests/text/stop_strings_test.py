@@ -139,9 +139,9 @@ class Counting(ByteTokenizer):
         super().__init__()
         self.lengths = []
 
-    def decode(self, ids):
+    def decode(self, ids, after=None):
         self.lengths.append(len(ids))
-        return super().decode(ids)
+        return super().decode(ids, after)
 
 
 @pytest.mark.parametrize("text", ["plain text. ", "日本語"])
