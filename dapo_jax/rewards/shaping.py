@@ -20,7 +20,7 @@ class TextDecoder(Protocol):
     """The part of the tokenizer interface that grading needs."""
 
     def decode(self, ids: Int[np.ndarray, " tokens"], after: Int[np.ndarray, " before"] | None = None) -> str:
-        """Returns the text of `ids` without special tokens. They follow the tokens `after`, or begin a text if it is None."""
+        """Returns the text of `ids` without special tokens. They follow the tokens `after`, or begin a text without `after`."""
 
 
 def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: TextDecoder) -> list[Sample]:

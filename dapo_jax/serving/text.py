@@ -33,7 +33,7 @@ class GrowingText:
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), ids: Sequence[int] = (), *, after: Before = None
     ) -> None:
-        """Prepares to decode tokens that follow the tokens `after`, or begin a text if it is None."""
+        """Prepares to decode tokens that follow the tokens `after`, or begin a text without `after`."""
         self._stop, self._after = StopStrings(tokenizer, stop, ids), after
         self._held = max(map(len, stop), default=1) - 1
         self._window: list[int] = []

@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
         """Returns the ids of a plain-text prompt, including the beginning-of-text token if the model has one."""
 
     def decode(self, ids: Int[np.ndarray, " tokens"], after: Before = None) -> str:
-        """Returns the text of `ids` without special tokens. They follow the tokens `after`, or begin a text if it is None."""
+        """Returns the text of `ids` without special tokens. They follow the tokens `after`, or begin a text without `after`."""
 
 
 def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:

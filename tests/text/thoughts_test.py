@@ -92,7 +92,7 @@ def test_a_response_continues_a_thought_that_its_prompt_opened():
 )
 def test_time_is_linear_in_the_length(piece):
     """A quadratic search takes minutes for 200,000 marks."""
-    began = time.perf_counter()
+    began = time.process_time()
     without_thoughts(piece * 200_000)
     without_thoughts("<tool_call>" + piece[:1] * 1_000_000)
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
