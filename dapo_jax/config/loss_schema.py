@@ -9,8 +9,23 @@ from dapo_jax.config.keys import POSITIVE, SIZE, Range, Rules, check_value, key,
 from dapo_jax.config.section import Section
 from dapo_jax.hints import nearest
 
-CLIP = Range("more than 0 and at most 1", lambda v: 0 < v <= 1)
-DUAL_CLIP = Rules(range=Range("more than 1, or null (off)", lambda v: v > 1))
+SHARE = Range("more than 0 and at most 1", lambda v: 0 < v <= 1)
+OPTIONS = {
+    "dual_clip": Rules(range=Range("more than 1, or null (off)", lambda v: v > 1)),
+    "floor": Rules(
+        range=Range("0 to 1", lambda v: 0 <= v <= 1)
+    ),  # the weight 1, of an on-policy token, is kept
+    "cap": Rules(range=SIZE),
+    "tau_positive": Rules(range=POSITIVE),
+    "tau_negative": Rules(range=POSITIVE),
+    "divergence": Rules(choices=("tv", "kl")),
+    "frac": Rules(range=SHARE),
+    "low": Rules(range=None),
+    "high": Rules(range=None),
+    "limit": Rules(range=POSITIVE),
+}
+"""Rules for options of objectives and selections. Other options are numbers of 0 or more."""
+MAY_BE_NULL = ("clip.dual_clip", "dppo.cap", "reinforce.cap")
 
 
 class Correction(NamedTuple):
@@ -42,7 +57,7 @@ class LossConfig(Section, at="loss"):
     """The loss function: a name in `dapo_jax.dapo.objectives.OBJECTIVES` (clip, gspo, gspo_token, gmpo, cispo, sapo, dppo, vespo, reinforce, dro, topr, kl_cov), `module:function`,
     or `path/to/file.py:function`. clip is the loss of the paper, `dapo_jax.dapo_loss`. `algorithm: NAME` sets the objective and all keys that belong to it (see algorithms.md).
     Options are the objective's keyword parameters that have a default. Write them below the name, for example {cispo: {cap: 5}} or {clip: {dual_clip: 10}}. The clip ratios are keys of their own."""
-    clip_ratio_low: float = key(CLIP_RANGE[0], range=CLIP, aliases="epsilon clip_ratio clip_lower")
+    clip_ratio_low: float = key(CLIP_RANGE[0], range=SHARE, aliases="epsilon clip_ratio clip_lower")
     """Lower clip range, eps_low in Eq. 8."""
     clip_ratio_high: float = key(CLIP_RANGE[1], range=POSITIVE, aliases="epsilon_high clip_higher")
     """Upper clip range, eps_high in Eq. 8. With the same value as `clip_ratio_low`, this is the plain PPO clip."""
@@ -146,8 +161,10 @@ class LossConfig(Section, at="loss"):
                 self.refuse(name, needs, "leave it out, or set loss.objective=clip")
         _check_options("loss.objective", objective, options, OBJECTIVES)
         _check_options("loss.select", select, select_options, SELECTIONS)
-        if objective == "clip":
-            check_value("loss.objective.clip.dual_clip", options.get("dual_clip"), float | None, DUAL_CLIP)
+        low, high = select_options.get("low", 1.0), select_options.get("high", 5.0)
+        if select == "low_covariance" and high <= low:
+            remedy = "no covariance is between them: raise high, or lower low"
+            refuse("loss.select.low_covariance.high", high, f"more than low = {low}", remedy)
         if objective == "kl_cov" and select == "all":
             remedy = "it penalizes the selected tokens: set loss.select=high_covariance"
             self.refuse("select", "a selection with loss.objective = 'kl_cov'", remedy)
@@ -164,6 +181,10 @@ def _check_options(
         near = nearest(unknown, names, least=0.0) or ["none, so leave it out"]
         remedy = f"set loss.{unknown}" if unknown in CLIPS else f"the nearest option is {near[0]}"
         refuse(f"{key}.{choice}.{unknown}", options[unknown], f"an option of {choice}", remedy)
+    for name, value in options.items() if choice in known else ():  # not for functions of the user
+        rules = OPTIONS.get(name, Rules())
+        number = float | None if f"{choice}.{name}" in MAY_BE_NULL else float
+        check_value(f"{key}.{choice}.{name}", value, str if rules.choices else number, rules)
 
 
 @dataclass(frozen=True, kw_only=True)

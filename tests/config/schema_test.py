@@ -170,6 +170,19 @@ steps=-1 -> steps: found -1; 0: evaluate only
 seed=4294967296 -> seed: found 4294967296; less than 2**32
 loss.clip_ratio_low=1.5 -> loss.clip_ratio_low: found 1.5; at most 1
 loss.objective.clip.dual_clip=1 -> loss.objective.clip.dual_clip: found 1; more than 1, or null
+loss.objective.cispo.cap=-5 -> loss.objective.cispo.cap: found -5; 1 or more
+loss.objective.cispo.cap=null -> loss.objective.cispo.cap: found null; a number
+loss.objective.cispo.floor=7 -> loss.objective.cispo.floor: found 7; 0 to 1
+loss.objective.reinforce.cap=0.5 -> loss.objective.reinforce.cap: found 0.5; 1 or more
+loss.objective.sapo.tau_negative=0 -> loss.objective.sapo.tau_negative: found 0; more than 0
+loss.objective.dppo.divergence=tvv -> loss.objective.dppo.divergence: found 'tvv'; did you mean tv?
+loss.objective.dppo.delta_low=-0.2 -> loss.objective.dppo.delta_low: found -0.2; 0 or more
+loss.objective.dppo.kl=yes -> loss.objective.dppo.kl: found true; a number
+loss.objective.vespo.k_positive=[2] -> loss.objective.vespo.k_positive: found [2]; a number
+loss.select.high_entropy.frac=20 -> loss.select.high_entropy.frac: found 20; at most 1
+loss.select.low_covariance.frac=0 -> loss.select.low_covariance.frac: found 0; more than 0
+loss.select.low_covariance.low=6 -> loss.select.low_covariance.high: found 5.0; more than low = 6
+loss.select.low_second_moment.limit=0 -> loss.select.low_second_moment.limit: found 0; more than 0
 loss.importance_range=[0,0.5] -> loss.importance_range: found [0.0, 0.5]; 1 or more
 optimizer.learning_rate=0 -> optimizer.learning_rate: found 0; more than 0
 sampling.temperature=1e-9 -> sampling.temperature; 0.001 to 1000
@@ -236,6 +249,8 @@ def test_a_wave_has_three_times_the_prompts_that_a_step_trains_on():
         "seed=4294967295",
         "loss.clip_ratio_low=1 loss.clip_ratio_high=1",
         "loss.objective=cispo loss.clip_ratio_high=0.2",
+        "loss.objective.cispo.floor=1 loss.objective.cispo.cap=1 loss.select.high_entropy.frac=1",
+        "loss.objective.dppo.cap=null loss.objective.dppo.kl=0 loss.select.low_covariance.low=-1",
         "loss.objective=vespo rollout.in_flight=32 loss.old_logprobs=sampler",
         'loss.objective={"mine.py:loss":{"anything":3,"dual_clip":3}} loss.select=high_covariance',
         "batch.keep=15 advantage.best_of=15 reward.incorrect=0",
