@@ -301,11 +301,63 @@ def test_responses_that_were_not_graded_have_no_verdict(shown, tmp_path, metric)
     assert shown.texts("#rollouts .why") == [""]
 
 
+def summary(shown):
+    """The lines of the table of runs, each with the text of a cell by the title of its column."""
+    titles = [text.replace("\n", " ") for text in shown.texts(".summary th")]
+    texts = iter(shown.texts(".summary td"))
+    return [dict(zip(titles, cells, strict=True)) for cells in zip(*[texts] * len(titles), strict=True)]
+
+
+def held_out(shown, folder, *runs):
+    """The held-out columns of runs, each a list of evaluations [step, {dataset: avg@8}]."""
+    written = [
+        write_metrics(folder / str(number), *[{"step": step} | {f"eval/{name}/avg@8": value for name, value in found.items()} for step, found in run])
+        for number, run in enumerate(runs)
+    ]  # fmt: skip
+    opened(shown.driver, report(*written).save(folder / "page.html"))
+    return [{title: text for title, text in line.items() if "@" in title} for line in summary(shown)]
+
+
+def cells(dataset, values="\u2013", best="\u2013"):
+    return {f"Held-out avg@8 {dataset}": values, f"Best avg@8 {dataset}": best}
+
+
+def test_a_held_out_column_is_for_one_dataset(shown, tmp_path):
+    """Two runs have the same datasets in different orders, and one run has another dataset."""
+    first = [(0, {"x": 0.1, "y": 0.8}), (1, {"x": 0.2, "y": 0.7})]
+    second = [(0, {"y": 0.6, "x": 0.3}), (1, {"y": 0.9, "x": 0.4})]
+    assert held_out(shown, tmp_path, first, second, [(0, {"z": 0.5})]) == [
+        cells("x", "10.0% → 20.0%", "20.0% at step 1") | cells("y", "80.0% → 70.0%", "80.0% at step 0") | cells("z"),
+        cells("x", "30.0% → 40.0%", "40.0% at step 1") | cells("y", "60.0% → 90.0%", "90.0% at step 1") | cells("z"),
+        cells("x") | cells("y") | cells("z", "50.0%", "50.0% at step 0"),
+    ]  # fmt: skip
+
+
+def test_the_summary_shows_the_datasets_of_the_last_evaluation(shown, tmp_path):
+    """The first run replaced dataset x by y. The last steps have no evaluation."""
+    replaced = [(0, {"x": 0.25}), (5, {"y": 0.5}), (6, {})]
+    kept = [(0, {"x": 0.25}), (5, {"x": 0.5}), (6, {})]
+    assert held_out(shown, tmp_path, replaced, kept) == [
+        cells("y", "50.0%", "50.0% at step 5") | cells("x"),
+        cells("y") | cells("x", "25.0% → 50.0%", "50.0% at step 5"),
+    ]
+
+
+def test_runs_with_verdicts_and_runs_with_scores_have_separate_held_out_columns(shown, judged, tmp_path):
+    counted = write_run(tmp_path / "counted", steps=1)
+    opened(shown.driver, report(counted, judged).save(tmp_path / "page.html"))
+    columns = ("Held-out avg@8 aime_2024", "Held-out reward aime_2024")
+    assert [[line[title] for title in columns] for line in summary(shown)] == [
+        ["40.0%", "\u2013"],
+        ["\u2013", "\u22121.45 → \u22120.810"],
+    ]
+
+
 def test_a_run_judged_by_scores_has_rewards_and_no_verdicts(shown, judged, tmp_path):
     opened(shown.driver, report(judged).save(tmp_path / "page.html"))
-    heads = dict(zip(shown.texts(".summary th"), shown.texts(".summary td"), strict=True))
-    assert heads["Held-out reward"] == "\u22121.45 \u2192 \u22120.810"
-    assert heads["Best"] == "\u22120.810 at step 4"
+    [heads] = summary(shown)
+    assert heads["Held-out reward aime_2024"] == "\u22121.45 \u2192 \u22120.810"
+    assert heads["Best reward aime_2024"] == "\u22120.810 at step 4"
     assert heads["Train reward"] == "\u22120.600"
     groups = shown.texts('[data-title="Groups sampled"] .entry')
     assert groups == ["scores differ\n75.0%", "all scores equal\n25.0%"]

@@ -202,10 +202,10 @@ function sections(panels) {
 
 /** Returns a table with a line per run. A click on a run's name shows or hides the run. */
 function summary({ runs, made }, view, drawAll) {
-  const heldOut = (run) => Object.keys(run.columns).find((key) => (run.by_score ? /^eval\/.+\/reward$/ : /^eval\/.+\/avg@(\d+|k)$/).test(key));
-  const kinds = new Set(runs.map((run) => heldOut(run)?.split("/").at(-1)).filter(Boolean));
-  const averages = [...kinds].filter((kind) => kind !== "reward");
-  const kindOf = (run) => (run.by_score ? "reward" : averages.length === 1 ? averages[0] : "avg@k");
+  /** A column is for one dataset. A run whose last evaluation lacks this dataset has no value there. */
+  const current = runs.map(heldOut);
+  const keys = [...new Set(current.flatMap((all) => all.slice(0, 1)))];
+  const ofKey = (key, text) => (run) => (current[run.number].includes(key) ? text(run, key) : "–");
   /** If only some of the runs are judged by scores, each figure is labelled. */
   const alike = runs.every((run) => run.by_score === runs[0].by_score);
   const said = (name, text) => (alike || text === "–" ? text : `${name} ${text}`);
@@ -214,14 +214,16 @@ function summary({ runs, made }, view, drawAll) {
     ["Run", (run) => runName(run, runs, view, drawAll)],
     ["State", (run) => stateOf(run, made)],
     ["Step", (run) => progress(run)],
-    kinds.size && [alike ? `Held-out ${kindOf(runs[0])}` : "Held-out", (run) => said(kindOf(run), firstAndLast(run, heldOut(run)))],
-    kinds.size && ["Best", (run) => best(run, heldOut(run))],
+    ...keys.flatMap((key) => {
+      const [, dataset, metric] = key.match(/^eval\/(.+)\/(.+)$/);
+      return [[`Held-out ${metric}\n${dataset}`, ofKey(key, firstAndLast)], [`Best ${metric}\n${dataset}`, ofKey(key, best)]];
+    }),
     [alike ? `Train ${trained(runs[0])[0]}` : "Train", (run) => said(...trained(run))],
     ["Length", (run) => `${figure(last(run, "rollout/response_tokens"))} tokens`],
     ["Entropy", (run) => figure(last(run, "policy/entropy"))],
     ["Sampled", (run) => `${figure(run.axes.sampled_tokens?.at(-1))} tokens`],
     ["Time", (run) => duration(run.axes.clock_s?.at(-1))],
-  ].filter(Boolean);
+  ];
   const head = el("tr", {}, ...columns.map(([title]) => el("th", { scope: "col" }, title)));
   const lines = runs.map((run) => el("tr", {}, ...columns.map(([title, cell]) => el("td", { "data-label": title }, cell(run)))));
   return el("div", { class: "scroll" }, el("table", { class: "summary" }, el("thead", {}, head), el("tbody", {}, ...lines)));
@@ -244,6 +246,14 @@ function runName(run, runs, view, drawAll) {
 const valuesOf = (run, key) => (run.columns[key] ?? []).map((value, i) => [value, i]).filter(([value]) => value !== null);
 const last = (run, key) => valuesOf(run, key).at(-1)?.[0] ?? null;
 
+/** Returns the metrics of a run's last evaluation, one for each dataset: its reward if the run is judged by scores, or else its accuracy. */
+function heldOut(run) {
+  const kind = run.by_score ? /^eval\/.+\/reward$/ : /^eval\/.+\/avg@(\d+|k)$/;
+  const ends = Object.keys(run.columns).filter((key) => kind.test(key)).map((key) => [key, valuesOf(run, key).at(-1)[1]]);
+  const end = Math.max(...ends.map(([, place]) => place));
+  return ends.filter(([, place]) => place === end).map(([key]) => key);
+}
+
 /** Returns the state of a run at the time when the page was made. */
 function stateOf({ status: { state, at, reason } }, made) {
   const words = {
@@ -264,15 +274,12 @@ function progress(run) {
 }
 
 function firstAndLast(run, key) {
-  const values = valuesOf(run, key);
-  if (!values.length) return "–";
+  const values = valuesOf(run, key).map(([value]) => value);
   const shown = run.by_score ? figure : percent;
-  return values.length === 1 ? shown(values[0][0]) : `${shown(values[0][0])} → ${shown(values.at(-1)[0])}`;
+  return values.length === 1 ? shown(values[0]) : `${shown(values[0])} → ${shown(values.at(-1))}`;
 }
 
 function best(run, key) {
-  const values = valuesOf(run, key);
-  if (!values.length) return "–";
-  const [value, place] = values.reduce((a, b) => (b[0] > a[0] ? b : a));
+  const [value, place] = valuesOf(run, key).reduce((a, b) => (b[0] > a[0] ? b : a));
   return `${(run.by_score ? figure : percent)(value)} at step ${run.axes.step[place]}`;
 }
