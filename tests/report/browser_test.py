@@ -23,6 +23,7 @@ from tests.report.made import (
     write_rollouts,
     write_run,
 )
+from tests.structure_test import ROOT
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys", reason=missing() or None).Keys
 
@@ -351,6 +352,27 @@ def test_runs_with_verdicts_and_runs_with_scores_have_separate_held_out_columns(
         ["40.0%", "\u2013"],
         ["\u2013", "\u22121.45 → \u22120.810"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("function", "texts"),
+    [
+        ("duration", {"0.0344": "0.0344 s", "59.96": "60.0 s", "119.4": "119 s", "119.6": "2 min 0 s", "179.7": "3 min 0 s",
+                      "3599.7": "60 min 0 s", "7199.7": "2 h 0 min", "10799": "3 h 0 min", "13000": "3 h 37 min"}),
+        ("figure", {"999.4": "999", "999.96": "1,000", "-1234.5": "-1,235", "99999": "99,999", "99999.7": "100k", "999499": "999k",
+                    "999600": "1.00M", "999.4e6": "999M", "999.6e6": "1.00G", "999.6e9": "1.0e12", "1e300": "1.0e300", "0.00012": "1.2e-4"}),
+        ("percent", {"0.0012": "0.12%", "0.00994": "0.99%", "0.00996": "1.0%", "0.5": "50.0%", "0": "0.0%"}),
+        ("mark", {"0.00000125": "1.25e-6", "-0.000005": "-5e-6", "0.25": "0.25", "25000": "25,000", "1e5": "100k", "123420000": "123.42M",
+                  "1025e6": "1.025G", "1e15": "1e15", "0.00017782794": "1.778e-4"}),
+    ],
+)  # fmt: skip
+def test_numbers_are_rounded_before_they_get_a_unit(driver, function, texts):
+    functions = "".join(
+        (ROOT / "dapo_jax/report/assets" / name).read_text() for name in ("base.js", "scales.js")
+    )
+    script = f"{functions}; return arguments[0].map((value) => {function}(Number(value)))"
+    found = [text.replace("\u2212", "-") for text in driver.execute_script(script, list(texts))]
+    assert found == list(texts.values())
 
 
 def test_a_run_judged_by_scores_has_rewards_and_no_verdicts(shown, judged, tmp_path):

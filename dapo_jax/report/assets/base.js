@@ -34,26 +34,29 @@ function swatch(number) {
 
 const MINUS = "\u2212";
 
-/** Formats a number briefly, with three or four digits. */
+/** Formats a number briefly, with three or four digits. The limits are where rounding reaches the next unit. */
 function figure(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   let text;
   if (size === 0) text = "0";
-  else if (size >= 1e9) text = `${(size / 1e9).toPrecision(3)}G`;
-  else if (size >= 1e6) text = `${(size / 1e6).toPrecision(3)}M`;
-  else if (size >= 1e5) text = `${(size / 1e3).toFixed(0)}k`;
+  else if (size < 1e-3 || size >= 999.5e9) text = shortPower(size.toExponential(1));
+  else if (size >= 999.5e6) text = `${(size / 1e9).toPrecision(3)}G`;
+  else if (size >= 999.5e3) text = `${(size / 1e6).toPrecision(3)}M`;
+  else if (size >= 99999.5) text = `${(size / 1e3).toFixed(0)}k`;
   else if (Number.isInteger(size)) text = size.toLocaleString("en-US");
-  else if (size >= 1000) text = Math.round(size).toLocaleString("en-US");
-  else if (size >= 1e-3) text = size.toPrecision(3);
-  else text = size.toExponential(1).replace("e-", `e${MINUS}`);
+  else if (size >= 999.5) text = Math.round(size).toLocaleString("en-US");
+  else text = size.toPrecision(3);
   return value < 0 ? MINUS + text : text;
 }
+
+/** Shortens the exponent of a number's text. */
+const shortPower = (text) => text.replace("e+", "e").replace("e-", `e${MINUS}`);
 
 function percent(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(100 * value);
-  return `${size > 0 && size < 1 ? Number((100 * value).toPrecision(2)) : (100 * value).toFixed(1)}%`;
+  return `${size > 0 && size < 0.995 ? Number((100 * value).toPrecision(2)) : (100 * value).toFixed(1)}%`;
 }
 
 function signed(value, digits = 2) {
@@ -64,9 +67,10 @@ function signed(value, digits = 2) {
 /** Formats a duration given in seconds. */
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 120) return `${figure(Math.round(seconds * 10) / 10)} s`;
-  if (seconds < 7200) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-  return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+  const [whole, minutes] = [Math.round(seconds), Math.round(seconds / 60)];
+  if (whole < 120) return `${figure(seconds)} s`;
+  if (whole < 7200) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 /** Formats an ISO 8601 time to the minute. */

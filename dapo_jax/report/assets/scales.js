@@ -118,8 +118,10 @@ function areaOf(upper, lower, x, y) {
 /** Formats a round value as the label of an axis, without trailing zeros. */
 function mark(value) {
   const size = Math.abs(value);
-  if (size >= 1e5 || (size > 0 && size < 1e-3)) return figure(value).replace(/\.0+(?=[kMGe])/, "");
-  return (value < 0 ? MINUS : "") + size.toLocaleString("en-US", { maximumFractionDigits: 6 });
+  const sign = value < 0 ? MINUS : "";
+  if ((size > 0 && size < 1e-3) || size >= 1e12) return sign + shortPower(Number(size.toPrecision(4)).toExponential());
+  const [unit, letter] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : size >= 1e5 ? [1e3, "k"] : [1, ""];
+  return sign + (size / unit).toLocaleString("en-US", { maximumFractionDigits: 6 }) + letter;
 }
 
 /** Returns the index of the value in ascending `xs` that is nearest to `wanted`, among the indices for which `there` is true. */

@@ -2,13 +2,11 @@
 
 const MOST_STRIPS = 200;
 
-const lengthText = (seconds) => (seconds < 120 ? `${figure(seconds)} s` : duration(seconds));
-
 /** Returns a strip of phases. `whole` is the number of seconds that fills the width. */
 function timeStrip(phases, seconds, whole, title) {
   const spent = sumOf(seconds);
   const parts = phases.map((phase, number) => {
-    const words = `${phase} ${lengthText(seconds[number])} (${percent(seconds[number] / (spent || 1))})`;
+    const words = `${phase} ${duration(seconds[number])} (${percent(seconds[number] / (spent || 1))})`;
     const part = el("i", { title: `${title}: ${words}` });
     part.style.setProperty("--c", `var(--phase-${number})`);
     part.style.width = `${(100 * seconds[number]) / (whole || 1)}%`;
@@ -16,7 +14,7 @@ function timeStrip(phases, seconds, whole, title) {
   }).filter((each) => each);
   const label = `${title}: ${parts.map(([, words]) => words).join(", ")}`;
   const strip = el("div", { class: spent > whole * 1.001 ? "phases cut" : "phases", role: "img", "aria-label": label }, ...parts.map(([part]) => part));
-  return [strip, el("span", { class: "value" }, lengthText(spent))];
+  return [strip, el("span", { class: "value" }, duration(spent))];
 }
 
 const sumOf = (values) => values.reduce((sum, each) => sum + each, 0);
@@ -39,7 +37,7 @@ function startTimeline(root, data) {
       if (!sums[number]) return null;
       const mark = el("span", { class: "swatch", "aria-hidden": "true" });
       mark.style.setProperty("--c", `var(--phase-${number})`);
-      return el("li", {}, mark, ` ${title} `, el("b", {}, percent(sums[number] / total)), ` ${lengthText(sums[number])}`);
+      return el("li", {}, mark, ` ${title} `, el("b", {}, percent(sums[number] / total)), ` ${duration(sums[number])}`);
     });
     const every = Math.ceil(timeline.length / MOST_STRIPS);
     const strips = [];
