@@ -63,7 +63,7 @@ class Report:
         """
         target, written = path_of(folder), list[AnyPath]()
         target.mkdir(parents=True, exist_ok=True)
-        for name, content in _figures(self.panels, self.names, self.tables):
+        for name, content in _figures(self):
             written.append(target / f"{name}.png")
             write_whole(written[-1], content)
         return written
@@ -144,20 +144,22 @@ def title_of(names: Sequence[str]) -> str:
     return f"{', '.join(names)} · dapo_jax report"
 
 
-def _figures(
-    panels: Sequence[Panel], names: Sequence[str], tables: Sequence[Table]
-) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, PNG) pairs: the sheet `overview` with all panels except `OTHER`, then each panel. Needs matplotlib."""
+def _figures(made: Report) -> Iterator[tuple[str, bytes]]:
+    """Yields (name, PNG) pairs: the sheet `overview` with all panels except `OTHER`, if any, then each panel. Needs matplotlib."""
     with needing("report", "PNGs need matplotlib", ConfigError):
         figure_class = importlib.import_module("matplotlib.figure").Figure
-    sheets = [("overview", [panel for panel in panels if panel.section != OTHER], 3, 1.0)]
-    for panel in panels:
-        sheets.append((re.sub(r"[^a-z0-9@]+", "_", panel.title.lower()).strip("_"), [panel], 1, 1.4))
-    for name, shown, columns, size in sheets:
+    overview = [panel for panel in made.panels if panel.section != OTHER]
+    sheets = {"overview": (overview, 3, 1.0)} if overview else {}
+    for panel in made.panels:
+        name = re.sub(r"[^\w@]+", "_", panel.title.lower()).strip("_")
+        while name in sheets:  # titles may differ only in signs
+            name += "_2"
+        sheets[name] = ([panel], 1, 1.4)
+    for name, (shown, columns, size) in sheets.items():
         lines, file = math.ceil(len(shown) / columns), io.BytesIO()
         figure = figure_class(figsize=(columns * size * _WIDTH, lines * size * _HEIGHT), layout="constrained")
         for index, panel in enumerate(shown, 1):
-            _draw(figure.add_subplot(lines, columns, index), panel, names, tables)
+            _draw(figure.add_subplot(lines, columns, index), panel, made.names, made.tables)
         figure.savefig(file, format="png", dpi=130)
         yield name, file.getvalue()
 
@@ -198,8 +200,7 @@ def _draw(axis: Any, panel: Panel, names: Sequence[str], tables: Sequence[Table]
 
 
 def _line(axis: Any, table: Table, key: str, label: str, colour: str, dash: Any, *, band: str = "") -> None:
-    points = _points(table.axes["step"], table.columns.get(key, []))
-    if not points:
+    if not (points := _points(table.axes["step"], table.columns.get(key, []))):
         return
     steps, values = zip(*points, strict=True)
     marker = "o" if len(points) <= 40 else ""
@@ -222,6 +223,5 @@ def _stack(axis: Any, table: Table, layers: Sequence[tuple[str, str]]) -> None:
     axis.stackplot(steps, *values, labels=list(known), colors=_SHARE_COLOURS, alpha=0.75, step="mid")
 
 
-def _points(steps: Column, values: Column) -> list[tuple[float | int, float | int]]:
-    pairs = zip(steps, values, strict=False)
-    return [(step, value) for step, value in pairs if step is not None and value is not None]
+def _points(steps: Column, values: Column) -> list[tuple[Any, Any]]:
+    return [(step, value) for step, value in zip(steps, values, strict=False) if value is not None]

@@ -29,6 +29,20 @@ def test_every_panel_is_a_png_and_all_are_on_one_sheet(few, tmp_path):
         assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in written)
 
 
+def test_metrics_with_similar_names_have_files_of_their_own(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra report")
+    metrics = ("custom/a-b", "custom/a_b", "custom/A_b", "overview", "точность")
+    run = write_metrics(tmp_path / "run", {"step": 1, "reward/mean": 0.5, **dict.fromkeys(metrics, 1.0)})
+    names = ["custom_a_b", "custom_a_b_2", "custom_a_b_2_2", "overview", "overview_2", "reward", "точность"]
+    assert sorted(path.stem for path in report(run).save_figures(tmp_path / "png")) == names
+
+
+def test_a_run_with_only_its_own_metrics_has_no_sheet(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra report")
+    run = write_metrics(tmp_path / "run", {"step": 1, "mine/own": 1.0})
+    assert [path.name for path in report(run).save_figures(tmp_path / "png")] == ["mine_own.png"]
+
+
 def test_a_legend_with_many_entries_leaves_the_curves_their_room(tmp_path, monkeypatch):
     """Each run has a colour, and each of the 14 parameters a line style. 28 entries, one for each line, were taller than the figure."""
     figure = pytest.importorskip("matplotlib.figure", reason="needs the extra report").Figure
