@@ -200,7 +200,8 @@ def _draw(axis: Any, panel: Panel, names: Sequence[str], tables: Sequence[Table]
 
 
 def _line(axis: Any, table: Table, key: str, label: str, colour: str, dash: Any, *, band: str = "") -> None:
-    if not (points := _points(table.axes["step"], table.columns.get(key, []))):
+    points = _points(table.axes["step"], table.columns.get(key, []))
+    if not points:
         return
     steps, values = zip(*points, strict=True)
     marker = "o" if len(points) <= 40 else ""
@@ -223,5 +224,6 @@ def _stack(axis: Any, table: Table, layers: Sequence[tuple[str, str]]) -> None:
     axis.stackplot(steps, *values, labels=list(known), colors=_SHARE_COLOURS, alpha=0.75, step="mid")
 
 
-def _points(steps: Column, values: Column) -> list[tuple[Any, Any]]:
-    return [(step, value) for step, value in zip(steps, values, strict=False) if value is not None]
+def _points(steps: Column, values: Column) -> list[tuple[float | int, float | int]]:
+    pairs = zip(steps, values, strict=False)
+    return [(step, value) for step, value in pairs if step is not None and value is not None]

@@ -249,8 +249,8 @@ const last = (run, key) => valuesOf(run, key).at(-1)?.[0] ?? null;
 /** Returns the metrics of a run's last evaluation, one for each dataset: its reward if the run is judged by scores, or else its accuracy. */
 function heldOut(run) {
   const kind = run.by_score ? /^eval\/.+\/reward$/ : /^eval\/.+\/avg@(\d+|k)$/;
-  const ends = Object.keys(run.columns).filter((key) => kind.test(key)).map((key) => [key, valuesOf(run, key).at(-1)[1]]);
-  const end = Math.max(...ends.map(([, place]) => place));
+  const ends = Object.keys(run.columns).filter((key) => kind.test(key)).map((key) => [key, valuesOf(run, key).at(-1)?.[1] ?? -1]);
+  const end = Math.max(0, ...ends.map(([, place]) => place));
   return ends.filter(([, place]) => place === end).map(([key]) => key);
 }
 
