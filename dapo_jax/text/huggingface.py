@@ -5,8 +5,8 @@ Rules for settings that are ambiguous or differ between files:
 * The end token is `eos_token` from tokenizer_config.json. All other end tokens in generation_config.json and config.json end a response too.
 * A plain-text prompt begins with the beginning-of-text token if tokenizer.json's post-processor adds this token, as in Llama 3.
   As in transformers 5, `add_bos_token` in tokenizer_config.json is ignored. The token is never added twice.
-* As in transformers, entries of `added_tokens_decoder` in tokenizer_config.json replace entries of tokenizer.json, and tokens that the configuration
-  names, such as `eos_token`, are special tokens.
+* As in transformers, entries of `added_tokens_decoder` in tokenizer_config.json replace entries of tokenizer.json. Without this key, added_tokens.json
+  adds tokens. Tokens that the configuration names, such as `eos_token`, are special tokens. If they are new, they have the next ids.
 * Special tokens that are spelled out in a text are encoded as special tokens, because chat templates output them as text.
 """
 
@@ -37,6 +37,10 @@ TOKENIZER_FILES = (
 """The files from which a tokenizer is loaded, and which are saved unchanged. The model's config.json is read too, but not saved."""
 
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS, _TOOL_USE = TOKENIZER_FILES
+_ADDED = "added_tokens.json"
+"""A file of older folders, which is read and saved too. It is not in `TOKENIZER_FILES`, because the checkpoints of earlier versions have no digest of it."""
+_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""The order in which transformers adds these tokens."""
 _OWN_IDS = ("eos_token_id", "pad_token_id")
 """Keys that `token_ids` omits, because `stop_ids` and `pad_id` store these ids."""
 _MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")
@@ -58,13 +62,13 @@ class HuggingFaceTokenizer:
 
         Raises ValueError if a file cannot be parsed, a special token is not in the vocabulary, or no file defines an end token.
         """
-        self.files = {name: files[name] for name in TOKENIZER_FILES if name in files}
+        self.files = {name: files[name] for name in (*TOKENIZER_FILES, _ADDED) if name in files}
         self._place = place
         described = self._json(_TOKENIZER)
         self._decoder = described.get("decoder") or {}
         config = {**self._json(_SPECIAL_TOKENS), **self._json(_CONFIG)}
         generation, model = self._json(_GENERATION), model or {}
-        named = {key: _text(value) for key, value in config.items() if key.endswith("_token")}
+        named = {key: _text(config.get(key)) for key in (*_ROLES, *config) if key.endswith("_token")}
         self._special_tokens = {key: text for key, text in named.items() if text}
         self.chat_template = self._template(config.get("chat_template"))
         """The folder's chat template, or None. Of several templates, `default` is used, and `tool_use` with tools."""
@@ -84,6 +88,11 @@ class HuggingFaceTokenizer:
         if dropout := getattr(self._tokenizer.model, "dropout", None):
             raise ValueError(
                 f"{place}/{_TOKENIZER}: its dropout is {dropout}, so tokenization would be random; set it to null in this file"
+            )
+        if config.get("split_special_tokens"):
+            raise ValueError(
+                f"{place}/{_CONFIG}: split_special_tokens encodes the special tokens of a text as characters, so a chat template could not "
+                "write them; set it to false in this file"
             )
         # A tokenizer.json from a training script may enable truncation or padding, which would change prompts.
         self._tokenizer.no_truncation()
@@ -139,7 +148,7 @@ class HuggingFaceTokenizer:
         """Loads a tokenizer from a folder, which must contain a tokenizer.json. `base` is the model folder, if it is another one: files about the model are read
         there, unless `folder` has them. Raises OSError, and the errors of the constructor."""
         path = path_of(folder)
-        files = files_of(path, (*TOKENIZER_FILES, "config.json"))
+        files = files_of(path, (*TOKENIZER_FILES, _ADDED, "config.json"))
         if base is not None:
             files = files_of(path_of(base), (_GENERATION, "config.json")) | files
         model = read_object(files.get("config.json", b"{}"), path / "config.json")
@@ -308,23 +317,35 @@ class HuggingFaceTokenizer:
         return ids
 
     def _added_tokens(self, described: Mapping[str, Any], config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the added tokens of tokenizer.json and tokenizer_config.json, by ascending ids."""
+        """Returns the added tokens of tokenizer.json, tokenizer_config.json and added_tokens.json, by ascending ids."""
         added = {token["content"]: token for token in described.get("added_tokens") or []}
         plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        named, listed = [*self._special_tokens.values()], list[str]()
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            value = config.get(key) or []
+            if isinstance(value, Mapping):
+                named += map(_text, value.values())
+            else:
+                listed += map(_text, value)
+        older = self._json(_ADDED) if "added_tokens_decoder" not in config else {}
+        for text, number in older.items():
+            special = text in (*named, *listed)
+            flags = {**plain, "normalized": not special, "special": special}
+            added.setdefault(text, {"id": number, "content": text, **flags})
         for number, token in (config.get("added_tokens_decoder") or {}).items():
-            text = token["content"]
-            added[text] = {**plain, "id": int(number), **added.get(text, {}), **token}
+            known = added.get(text := token["content"], {})
+            special = known.get("special") or token.get("special", False)
+            added[text] = {**plain, "id": int(number), **known, **token, "special": special}
         ids = described["model"].get("vocab") or {}
         if isinstance(ids, list):  # of a Unigram model
             ids = {piece: number for number, (piece, _) in enumerate(ids)}
-        special = [*self._special_tokens.values()]
-        for key in ("additional_special_tokens", "extra_special_tokens"):
-            listed = config.get(key) or []
-            special += map(_text, listed.values() if isinstance(listed, Mapping) else listed)
-        for text in special:
-            if text in added or text in ids:
-                known = {**plain, "id": ids.get(text), "content": text} | added.get(text, {})
-                added[text] = known | {"special": True}
+        new = count(1 + max([*ids.values(), *(token["id"] for token in added.values())], default=-1))
+        ends = [self._special_tokens.get(f"{name}_token") for name in ("eos", "pad")]
+        for text in filter(None, (*named, *(text for text in listed if text not in added))):
+            is_new = text not in added and text not in ids
+            if not is_new or text not in ends:  # `_ids_of` refuses new ones of `ends`
+                number = next(new) if is_new else ids.get(text)
+                added[text] = {**plain, "id": number, "content": text, **added.get(text, {}), "special": True}
         return sorted(added.values(), key=lambda token: token["id"])
 
     def _template(self, config: Any) -> ChatTemplate | None:

@@ -232,6 +232,7 @@ def test_end_tokens_that_only_the_model_s_configuration_named_survive_saving(tmp
     [
         (files_of(eos_token=None), "add eos_token to tokenizer_config.json"),
         (files_of(eos_token="<|eot_id|>"), r"eos_token '<\|eot_id\|>' is not in the vocabulary"),
+        (files_of(split_special_tokens=True), "split_special_tokens .*; set it to false in this file"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(files, message):
@@ -310,6 +311,42 @@ def test_special_tokens_are_read_from_the_configuration_too(tokenizer, config, i
     assert found.encode(spelled).tolist() == ids
     assert found.decode(found.encode(spelled)) == text
     assert IM_END not in found.encode_plain(spelled)
+
+
+X = {**DECODER["0"], "content": "<x>", "special": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "older", "ids", "text"),
+    [
+        ({"added_tokens_decoder": {"320": X}, "additional_special_tokens": ["<x>"]}, {}, [320, 69], "<x>b"),
+        (
+            {"added_tokens_decoder": {"320": X}, "extra_special_tokens": {"x_token": "<x>"}},
+            {},
+            [320, 69],
+            "b",
+        ),
+        ({"added_tokens_decoder": {"1": {**X, "content": "<|im_start|>"}}}, {}, [31, 91, 33, 69], "<x>b"),
+        ({}, {"<x>": 320}, [320, 69], "<x>b"),
+        ({"additional_special_tokens": ["<x>"]}, {"<x>": 320}, [320, 69], "b"),
+        ({"added_tokens_decoder": {"320": {**X, "content": "<y>"}}}, {"<x>": 320}, [31, 91, 33, 69], "<x>b"),
+        ({"additional_special_tokens": ["<y>", "<x>"]}, {}, [321, 69], "b"),
+        ({"unk_token": "<x>", "bos_token": "<z>"}, {}, [321, 69], "b"),
+    ],
+)
+def test_new_tokens_of_the_configuration_and_of_added_tokens_json(config, older, ids, text, tmp_path):
+    """From transformers 5.24, as above: encode("<|im_start|><x>b") and decode with skip_special_tokens=True."""
+    files = files_of(**config) | {"added_tokens.json": json.dumps(older).encode()}
+    save_tokenizer(load_tokenizer(write(tmp_path / "read", files)), tmp_path / "written")
+    found = load_tokenizer(tmp_path / "written")
+    assert found.encode("<|im_start|><x>b").tolist() == [IM_START, *ids]
+    assert found.decode(np.array([IM_START, *ids])) == text
+
+
+def test_a_padding_token_of_added_tokens_json_and_a_new_token_behind_it_are_found():
+    files = files_of(pad_token="<x>", unk_token="<y>") | {"added_tokens.json": b'{"<x>": 320}'}
+    found = HuggingFaceTokenizer(files, model={"vocab_size": 322})
+    assert (found.pad_id, found.encode("<y>").tolist()) == (320, [321])
 
 
 def test_marked_text_keeps_the_special_tokens_inside_a_text():
