@@ -15,6 +15,7 @@ from dapo_jax.doctor.subject import Subject
 from dapo_jax.models.folder import NOT_LOADED
 from dapo_jax.parallel.mesh import Absent
 from dapo_jax.plan.memory import MARGIN, together
+from dapo_jax.plan.remedies import ways_to_shrink
 from dapo_jax.plan.split import own_rounds
 from dapo_jax.plan.topologies import present_bytes
 from dapo_jax.plan.workload import Assumptions
@@ -76,7 +77,14 @@ def memory(subject: Subject) -> Found:
     message = f"needs at least {gib(needed)} of {gib(limit)} {whose}: {listed}"
     if needed <= CROWDED * limit:
         return Found(message)
-    changes = "lower sampling.slots or sampling.max_response_tokens, or add devices (parallel.fsdp)"
+    part, size = max(largest.items(), key=lambda array: array[1])
+    ways = [way.change for way in ways_to_shrink(planned, part, size, needed - limit)]
+    if available is None:  # the host's memory is the device's, and more devices share it
+        ways = [way for way in ways if "optimizer.offload" not in way and "twice as many" not in way]
+    if part == "decode state":
+        ways.append("a lower sampling.max_response_tokens")
+    smaller = "a smaller model" + " or lora.rank" * (part == "train state" and not subject.config.lora.rank)
+    changes = f"shrink the largest part, the {part}: {' or '.join(ways) or smaller}"
     if needed <= limit:
         return Found(message, "warning", f"activations need additional memory: {changes}")
     return Found(message, "failed", f"{changes}; `dapo-jax plan` finds changes that fit by compiling the run")

@@ -7,6 +7,7 @@ linked (`torus`). The order lists one slice after another. Slices communicate ov
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
@@ -62,11 +63,24 @@ def make_mesh(
     if len(devices) % known or (not wild and known != len(devices)):
         raise ConfigError(
             f"mesh axes {arithmetic} need {'a multiple of ' if wild else ''}{known} devices, but there are {len(devices)}; "
-            f"set one of parallel.{', parallel.'.join(AXES)} to -1 to use the remaining devices"
+            f"set {_fitting(sizes, known, devices)}"
         )
     shape = [len(devices) // known if size == -1 else size for size in sizes.values()]
     flat = _flat(_slices(devices), dict(zip(AXES, shape, strict=True)))
     return Mesh(np.asarray(flat).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _fitting(sizes: Mapping[str, int], known: int, devices: Sequence[AnyDevice]) -> str:
+    """Returns overrides for a mesh that fits: another size of one axis if possible. `known` is the product of the sizes other than -1."""
+    has_wild = -1 in sizes.values()
+    for name in (axis for axis in ("fsdp", *AXES) if sizes[axis] != -1):
+        others = known // sizes[name]
+        for size in range(sizes[name] if has_wild else len(devices), 0, -1):
+            if len(devices) % (others * size) == 0 and (has_wild or others * size == len(devices)):
+                with suppress(ConfigError):  # an axis may span slices
+                    make_mesh(**{**sizes, name: size}, devices=devices)
+                    return f"parallel.{name}={size}"
+    return f"parallel.data={len(_slices(devices))} parallel.fsdp=-1 parallel.tensor=1 parallel.context=1"
 
 
 @dataclass(frozen=True, kw_only=True)

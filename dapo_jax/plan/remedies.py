@@ -78,13 +78,13 @@ def held_in(plan: Plan, program: str) -> list[ResidentPart]:
         added = {f"all of {program}": total}
     ranked, limit = sorted(resident.items(), key=lambda part: -part[1]), plan.limit or 0
     return [
-        ResidentPart(part=part, bytes=size, ways=tuple(_ways(plan, part, size, total - limit)))
+        ResidentPart(part=part, bytes=size, ways=tuple(ways_to_shrink(plan, part, size, total - limit)))
         for part, size in (*ranked, *added.items())
         if size > _LEAST * limit
     ]
 
 
-def _ways(plan: Plan, part: str, held: int, over: int) -> Iterator[Way]:
+def ways_to_shrink(plan: Plan, part: str, held: int, over: int) -> Iterator[Way]:
     """Yields changes that shrink `part`, which occupies `held` bytes, for a program that exceeds the limit by `over` bytes."""
     config, sizes = plan.config, plan.sizes
     adapters = plan.decoder.lora is not None and part in ("train state", "gradient", "sampler weights")

@@ -75,6 +75,30 @@ def test_a_cache_that_is_sized_to_fit_counts_as_one_sequence(cache_tokens, state
 
 
 @pytest.mark.parametrize(
+    ("changes", "on_device", "remedy"),
+    [
+        ("sampling.slots=1024", None, "decode state: sampling.slots=512 (of 1024) or sampling.cache_dtype="),
+        ("parallel.data=8", None, "the train state: parallel.fsdp=2 parallel.data=4;"),
+        ("seed=0", None, "train state: a smaller model or lora.rank;"),
+        ("parallel.data=8 lora.rank=1", None, "the frozen weights: parallel.fsdp=2 parallel.data=4;"),
+        (
+            "parallel.data=8",
+            2**20,
+            "train state: optimizer.offload=true (keeps the moments in host memory) or ",
+        ),
+    ],
+)
+def test_the_remedy_for_too_little_memory_shrinks_the_largest_part(changes, on_device, remedy, monkeypatch):
+    """Options that only move arrays to the host's memory do not help if this memory is too small."""
+    monkeypatch.setattr("dapo_jax.doctor.resources.host_bytes", lambda: (0, 2**20))
+    monkeypatch.setattr("dapo_jax.doctor.resources.present_bytes", lambda: on_device)
+    overrides = ["sampling.slots=8", "parallel.fsdp=1", *changes.split()]
+    found = memory(Subject(load_config("quickstart", overrides)))
+    assert found.state == "failed"
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
     ("kl", "largest", "dtype", "platform", "state"),
     [
         (2e-9, 2e-6, "float32", "cpu", "ok"),  # measured with the quickstart

@@ -316,7 +316,7 @@ def test_too_little_memory(examined, monkeypatch):
     monkeypatch.setattr("dapo_jax.doctor.resources.host_bytes", lambda: (2**20, 2**20))
     found = only_fails(examined(quick=True, sampling__slots=1024), "memory")
     assert "of 1 MiB available in the host's memory" in found.message
-    assert "sampling.slots" in found.remedy
+    assert "the prefilled prompts: sampling.prefill_tokens=448;" in found.remedy
 
 
 def test_a_sampler_that_disagrees_with_the_trainer(examined, monkeypatch):

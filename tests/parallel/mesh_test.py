@@ -1,5 +1,7 @@
 """Meshes over eight virtual CPU devices, and over described TPU slices."""
 
+import re
+
 import pytest
 from jax.sharding import AxisType
 
@@ -25,13 +27,18 @@ def test_one_axis_takes_the_remaining_devices(sizes, shape):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 2, "tensor": 2}, "data 1 x fsdp 2 x tensor 2 x context 1 .* 4 devices, .* 8;"),
-        ({"tensor": 3}, "fsdp -1 x tensor 3 x context 1 .* 3 devices, .* 8;"),
+        ({"fsdp": 2, "tensor": 2}, "data 1 x fsdp 2 x tensor 2 x context 1 .* 4 devices, .* 8; set parallel.fsdp=4$"),
+        ({"tensor": 3}, "fsdp -1 x tensor 3 x context 1 .* 3 devices, .* 8; set parallel.tensor=2$"),
+        ({"data": 3, "fsdp": 4}, "set parallel.data=2$"),
+        ({"data": 3, "fsdp": 3}, "set parallel.data=1 parallel.fsdp=-1 parallel.tensor=1 parallel.context=1$"),
+        ({"data": -1, "fsdp": 16, "tensor": 2}, "set parallel.fsdp=4$"),
     ],
 )  # fmt: skip
-def test_sizes_that_do_not_fit_are_refused_with_the_product(sizes, message):
-    with pytest.raises(ValueError, match=message):
+def test_sizes_that_do_not_fit_are_refused_with_the_product_and_a_mesh_that_fits(sizes, message):
+    with pytest.raises(ValueError, match=message) as refused:
         make_mesh(**sizes)
+    changes = re.findall(r"parallel\.(\w+)=(-?\d+)", str(refused.value))
+    assert make_mesh(**sizes | {name: int(size) for name, size in changes}).size == 8
 
 
 def test_one_process_has_one_sampler_over_all_its_devices():
@@ -84,6 +91,13 @@ def test_only_data_reaches_from_slice_to_slice(sizes):
 def test_a_mesh_that_would_cross_the_network_between_slices_is_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(**sizes, devices=slices(2))
+
+
+def test_the_suggested_mesh_fits_the_slices():
+    with pytest.raises(ValueError, match=r"set parallel\.data=2$"):
+        make_mesh(fsdp=4, tensor=2, devices=slices(2))
+    with pytest.raises(ValueError, match=r"set parallel\.data=2 parallel\.fsdp=-1 "):
+        make_mesh(data=3, fsdp=3, devices=slices(2))
 
 
 def test_a_sampler_has_processes_of_one_slice():
