@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from typing import Any, TypeAlias
 
-from dapo_jax.config.keys import ConfigError, named, shown
+from dapo_jax.config.keys import ConfigError, named, refuse, shown
 
 Values: TypeAlias = dict[Any, Any]
 """A configuration as nested mappings."""
@@ -29,13 +29,16 @@ def value_of(values: Values, key: str, default: Any = None) -> Any:
 
 
 def put(values: Values, key: str, value: object) -> None:
-    """Sets the value of a dotted key in nested mappings. Raises ConfigError if a value is in place of a mapping."""
-    *sections, name = key.split(".")
-    for section in sections:
+    """Sets the value of a dotted key in nested mappings. A name in place of a mapping gets the option below it. Raises ConfigError if another value is there."""
+    *sections, name = parts = key.split(".")
+    for place, section in enumerate(sections, 1):
         inner = values.get(section, {})
+        if inner == parts[place] and place < len(sections):
+            inner = {}
         if not isinstance(inner, dict):
+            where = ".".join(sections[:place])
             raise ConfigError(
-                f"{section}: found {shown(inner)}, needs a mapping; remove it, or leave out {key}"
+                f"{where}: found {shown(inner)}, needs a mapping; remove it, or leave out {key}"
             )
         values[section] = dict(inner)  # copied, because keys may share this mapping through a YAML anchor
         values = values[section]
@@ -65,7 +68,8 @@ def _part(key: str, usual: str, value: Any, values: Values) -> Mapping[str, Any]
 
 def _tracker(name: str, value: Any, values: Values) -> Mapping[str, Any]:
     """The trackers are in a list today."""
-    return {"log.trackers": [*value_of(values, "log.trackers", []), name]} if value else {}
+    others = value_of(values, "log.trackers", [])
+    return {"log.trackers": [*([others] if isinstance(others, str) else others), name]} if value else {}
 
 
 def _of_workers(name: str, environment: bool, value: Any, values: Values) -> Mapping[str, Any]:
@@ -151,7 +155,11 @@ def refuse_former(values: Values, around: Values | None = None) -> None:
     for key, convert in FORMER.items():
         if has(values, key):
             value, others = value_of(values, key), _without(values, key) if around is None else around
-            now = [f"{name}={shown(new)}" for name, new in convert(value, others).items()]
+            try:
+                now = [f"{name}={shown(new)}" for name, new in convert(value, others).items()]
+            except (AttributeError, TypeError, ValueError):
+                remedy = "this key has changed: leave it out"
+                refuse(key, value, "a value that fits the keys around it", remedy)
             remedy = f"write {' '.join(now)}" if now else "leave it out"
             why = f" ({_REASONS[key]})" if key in _REASONS else ""
             raise ConfigError(f"{key} = {shown(value)}: this key has changed: {remedy}{why}")

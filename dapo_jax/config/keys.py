@@ -38,6 +38,8 @@ class Rules:
     """Range of allowed numbers. If None, any number is allowed. Values that are not numbers are not affected."""
     choices: Sequence[str] = ()
     """Allowed strings. If empty, any string is allowed."""
+    options: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """For a key that accepts `{NAME: {OPTION: value}}`, the options of each known name."""
     not_empty: bool = False
     """Whether an empty string is an error."""
     aliases: str = ""
@@ -116,7 +118,7 @@ def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES
     if isinstance(value, list):
         expected = next((kind for kind in get_args(expected) if get_origin(kind) is list), expected)
     if get_origin(expected) is UnionType and takes_mapping(expected) and isinstance(value, dict):
-        value = _checked_name(key, value, expected)
+        value = _checked_name(key, value, expected, rules.options)
     elif get_origin(expected) is list:
         [kind] = get_args(expected)
         if not isinstance(value, list):
@@ -161,7 +163,7 @@ def named(value: str | Mapping[str, Any]) -> Named:
     return Named(name, options)
 
 
-def _checked_name(key: str, value: dict[str, Any], expected: Any) -> str:
+def _checked_name(key: str, value: dict[str, Any], expected: Any, known: Mapping[str, Sequence[str]]) -> str:
     """Checks that a mapping has the form `{NAME: {OPTION: value}}`, or `{NAME: value}` for values of another type, and returns the name."""
     _check_mapping(key, value)
     if len(value) != 1:
@@ -174,7 +176,8 @@ def _checked_name(key: str, value: dict[str, Any], expected: Any) -> str:
         check_value(f"{key}.{name}", options, kind, _NO_RULES)
     elif not isinstance(options, dict) or not options:
         alone = f"write the name alone: {key}={name}"
-        remedy = f"name the option: {{{name}: {{OPTION: {options}}}}}" if options else alone
+        holder, option = next(((each, name) for each in known if name in known[each]), (name, "OPTION"))
+        remedy = f"name the option: {{{holder}: {{{option}: {options}}}}}" if options else alone
         refuse(f"{key}.{name}", options, "options", remedy)
     return name
 
@@ -231,6 +234,8 @@ def _number_remedy(value: object, kind: type) -> str:
     if value.lower() in ("none", "off", "false", ""):
         return "write null to switch off a key that allows it"
     try:
+        if re.match(r"[-+]?0\d", value):
+            return f"some versions of YAML read a leading 0 as octal: write {kind(value)}"
         return f"remove the quotes: {value}" if math.isfinite(kind(value)) else "write a finite number"
     except ValueError:
         return "write a number, unquoted"

@@ -125,15 +125,16 @@ def _load(
             if path.name == RECORD:
                 content = converted(content)
             refuse_former(content)
-    algorithm = content.pop("algorithm") if isinstance(content.get("algorithm"), str) else None
+    names = not isinstance(content.get("algorithm", {}), dict)  # a mapping is a section of verl
+    algorithm = content.pop("algorithm") if names else None
     schema = next((each for each in schemas if content.keys() <= field_types(each).keys()), schemas[0])
     kinds, row = leaf_types(schema), dict[str, Any]()
     places = [place for place, each in enumerate(overrides) if each.startswith("algorithm=")]
     with prefixed(path):
-        if algorithm is not None and schema is not TrainConfig:
+        if names and schema is not TrainConfig:
             _refuse_unknown("algorithm", algorithm, kinds)
         _check_names(content, schema, kinds)
-        if algorithm is not None:
+        if names:
             row = _row(algorithm)
             given = [key for key in DEFINING if key in row and has(content, key)]
             if both := [key for key in given if not _same_name(value_of(content, key), row[key])]:
@@ -163,8 +164,10 @@ def _load(
         raise ConfigError(f"{' with '.join(places)}: {error}" if places else str(error)) from None
 
 
-def _row(name: str) -> dict[str, Any]:
+def _row(name: Any) -> dict[str, Any]:
     """Returns the keys of an algorithm, or raises ConfigError if its name is unknown or not offered."""
+    if not isinstance(name, str) or name in ("", "null"):
+        refuse("algorithm", name, f"one of {', '.join(ALGORITHMS)}", "write one of them, or leave it out")
     name = OTHER_NAMES.get(name, name)
     if name in NOT_OFFERED:
         raise ConfigError(f"algorithm = {name}: {NOT_OFFERED[name]}")

@@ -52,6 +52,7 @@ class LossConfig(Section, at="loss"):
     objective: str | dict[str, Any] = key(
         "clip",
         not_empty=True,
+        options=OBJECTIVES,
         aliases="loss_mode policy_loss_type loss_type importance_sampling_level clip_ratio_c delta",
     )
     """The loss function: a name in `dapo_jax.dapo.objectives.OBJECTIVES` (clip, gspo, gspo_token, gmpo, cispo, sapo, dppo, vespo, reinforce, dro, topr, kl_cov), `module:function`,
@@ -91,7 +92,10 @@ class LossConfig(Section, at="loss"):
     """Exclude responses with a negative advantage whose mean log(pi_sampler / pi) over the tokens exceeds this limit, in nats per token (DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556). pi is the policy of the current update. null keeps all responses."""
     select: str | dict[str, Any] = key(
-        "all", choices=[*SELECTIONS], aliases="top_entropy_quantile clip_cov_ratio kl_cov_ratio"
+        "all",
+        choices=[*SELECTIONS],
+        options=SELECTIONS,
+        aliases="top_entropy_quantile clip_cov_ratio kl_cov_ratio",
     )
     """Tokens of an update that enter the loss, selected once per step with the weights at its start. all: all tokens. high_entropy: the tokens with the highest entropy. low_covariance: all except random tokens among those with
     a high covariance of advantage and log-probability (Clip-Cov). high_covariance: the tokens that the objective kl_cov penalizes. low_second_moment: all except those with the largest log-ratio (M2PO).

@@ -96,8 +96,8 @@ def entry(where: str, value: Mapping[str, Any], schema: type[_Entry]) -> _Entry:
     fields = {field.name: field for field in dataclasses.fields(cast(Any, schema))}
     for name, item in value.items():
         if name not in fields:
-            near = nearest(name, fields)
-            remedy = f"did you mean {near[0]}?" if near else f"its names are {', '.join(fields)}"
+            near = "".join(f"did you mean {each}? " for each in nearest(name, fields)[:1])
+            remedy = f"{near}its names are {', '.join(fields)}"
             refuse(f"{where}.{name}", item, "a known name", remedy)
         check_value(f"{where}.{name}", item, hints[name], rules_of(fields[name]))
     for name, field in fields.items():

@@ -192,10 +192,27 @@ def test_a_configuration_with_an_algorithm_is_also_one_for_an_evaluation(write):
     assert load_evaluation("quickstart", ["algorithm=max_rl"]).reward.incorrect == 0.0
 
 
-@pytest.mark.parametrize("value", ["3", "{adv_estimator: grpo}", "null", "[grpo]"])
-def test_an_algorithm_that_is_not_a_name_is_an_unknown_key(value, write):
-    with pytest.raises(ConfigError, match="unknown key algorithm"):
+@pytest.mark.parametrize("value", ["3", "", "null", "[grpo]", "off"])
+def test_an_algorithm_that_is_not_a_name_is_refused_with_the_names(value, write):
+    with pytest.raises(
+        ConfigError, match=r"algorithm: found .*, needs one of dapo, grpo.*; write one of them"
+    ):
         load_config(write(f"algorithm: {value}"))
+
+
+def test_verl_s_section_algorithm_is_an_unknown_key(write):
+    with pytest.raises(ConfigError, match="unknown key algorithm"):
+        load_config(write("algorithm: {adv_estimator: grpo}"))
+
+
+@pytest.mark.parametrize("before", ["algorithm=dapo", "loss.objective=clip", "seed=0"])
+def test_an_option_may_follow_the_name_that_reads_it(before, write):
+    overrides = [before, "loss.objective.clip.dual_clip=3"]
+    assert load_config(write("loss: {objective: clip}"), overrides).loss.objective == {
+        "clip": {"dual_clip": 3}
+    }
+    with pytest.raises(ConfigError, match=r"loss\.objective: found 'clip', needs a mapping"):
+        load_config(write("loss: {objective: clip}"), [before, "loss.objective.cispo.cap=3"])
 
 
 def test_a_warm_start_has_no_algorithm():

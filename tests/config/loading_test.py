@@ -146,6 +146,11 @@ overlong_buffer: {enable: true, len: 9} -> `reward.overlong.enabled`
 data: {shuffle: 2} -> data.shuffle; found 2; true or false
 steps: '3' -> steps; '3'; whole number; remove the quotes: 3
 steps: 3.5 -> steps; 3.5; write 3 or 4
+seed: 010 -> seed: found '010'; whole number; leading 0 as octal: write 10
+data: {few_shot: [{question: a, response: b}]} -> data.few_shot[0].question: found 'a'; its names are prompt, response
+loss: {objective: cispo, options: 3} -> loss.options: found 3; changed: leave it out
+log: {tensorboard: true, trackers: 3} -> log.tensorboard: found true; leave it out
+log: {tensorboard: true, trackers: wandb} -> write log.trackers=['wandb', 'tensorboard']
 loss: {drop_off_policy: .nan} -> loss.drop_off_policy; nan; finite number or null
 loss: {drop_off_policy: None} -> loss.drop_off_policy; 'None'; write null
 run_dir: 2024 -> run_dir; found 2024; quote it: '2024'
@@ -167,6 +172,9 @@ seed.a=1 -> seed.a = '1'; set seed
 batch.group_sise=8 -> = '8'; `batch.group_size`
 sampling.stop_token_ids=3 -> stop_token_ids: found 3; whole numbers; [3]
 data.chat_template_kwarg.a=1 -> data.chat_template_kwarg.a = '1'; `data.chat_template_kwargs`
+algorithm= -> algorithm: found ''; needs one of dapo, grpo; write one of them, or leave it out
+loss.objective.dual_clip=3 -> loss.objective.dual_clip: found 3; {clip: {dual_clip: 3}}
+loss.select.frac=0.3 -> loss.select.frac: found 0.3; {high_entropy: {frac: 0.3}}
 algorithm.filter_groups.enable=true -> `dynamic_sampling.enabled`
 steps=1e3 -> steps; 1000.0; write 1000
 optimizer.learning_rate=fast -> 'fast'; write a number, unquoted
