@@ -125,16 +125,16 @@ def _load(
             if path.name == RECORD:
                 content = converted(content)
             refuse_former(content)
-    names = not isinstance(content.get("algorithm", {}), dict)  # a mapping is a section of verl
-    algorithm = content.pop("algorithm") if names else None
+    is_name = not isinstance(content.get("algorithm", {}), dict)  # a mapping is a section of verl
+    algorithm = content.pop("algorithm") if is_name else None
     schema = next((each for each in schemas if content.keys() <= field_types(each).keys()), schemas[0])
     kinds, row = leaf_types(schema), dict[str, Any]()
     places = [place for place, each in enumerate(overrides) if each.startswith("algorithm=")]
     with prefixed(path):
-        if names and schema is not TrainConfig:
+        if is_name and schema is not TrainConfig:
             _refuse_unknown("algorithm", algorithm, kinds)
         _check_names(content, schema, kinds)
-        if names:
+        if is_name:
             row = _row(algorithm)
             given = [key for key in DEFINING if key in row and has(content, key)]
             if both := [key for key in given if not _same_name(value_of(content, key), row[key])]:
