@@ -14,7 +14,7 @@ from dapo_jax.config.section import entry
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.async_calls import once
 from dapo_jax.rewards.code_equality import same_text, same_value
-from dapo_jax.rewards.code_program import defines, program_of
+from dapo_jax.rewards.code_program import after_prompt, program_of
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.sandbox import Limits, Outcome, Program
 from dapo_jax.sandbox.servers import Server, ServerSandbox
@@ -74,9 +74,8 @@ class CodeGrader:
         program, in_block = program_of(
             sample.response, prompt=sample.prompt.text, is_complete=is_complete, name=name
         )
-        if tests.prompt and program:  # the response may be the whole function, or only its body
-            before = tests.prompt.partition(f"def {name}")[0]
-            program = (before if defines(program, name) else tests.prompt) + program
+        if tests.prompt and program:
+            program = after_prompt(program, tests.prompt, name)
         request = f"{in_block} {program} {tests}"
         self.counts["cache_hits"] += request in self._pending
         verdict = await once(self._pending, request, lambda: self._verdict(program, tests, in_block=in_block))

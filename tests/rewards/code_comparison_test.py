@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.rewards.code_equality import same_text, same_value
-from dapo_jax.rewards.code_program import MOST_BYTES, program_of
+from dapo_jax.rewards.code_program import MOST_BYTES, after_prompt, program_of
 from dapo_jax.sandbox.server import packed
 
 
@@ -118,6 +118,15 @@ def test_deep_data_is_not_followed():
             {},
             ('"""\n```python\nf(1)\n```\n"""\nx = 1\n', True),
         ),
+        *(
+            (f"```python\nx = 1\n```{after}\n", {}, ("x = 1\n", True))
+            for after in (" This works.", "This works.", " Done", " It sets `x`:\n- x", " Explanation:", ".")
+        ),
+        (
+            '```python\n"""\n```python title\n```\n```sh\n``` A text.\n```x``` and\n"""\n```',
+            {},
+            ('"""\n```python title\n```\n```sh\n``` A text.\n```x``` and\n"""\n', True),
+        ),
         ("  - a\n\n    ```python\n    if x:\n\n        y\n    ```", {}, ("if x:\n\n    y\n", True)),
     ],
 )
@@ -128,3 +137,27 @@ def test_programs_in_responses(response, options, program):
 def test_a_line_of_many_characters_takes_no_time():
     """With backtracking it would take 10^10 steps."""
     assert program_of("```" + "a" * 100_000 + "`") == ("```" + "a" * 100_000 + "`", False)
+
+
+@pytest.mark.parametrize(
+    ("program", "whole"),
+    [
+        ("x = 1\ndef f(): 1", "import a\nx = 1\ndef f(): 1"),
+        ("    return 1", "import a\ndef f():\n    return 1"),
+        (
+            "from __future__ import annotations\nimport b\ndef f(): 1",
+            "from __future__ import annotations\nimport a\nimport b\ndef f(): 1",
+        ),
+        (
+            "# b\n'''b'''\n\nfrom __future__ import (  # b\n  division,\n)  # b\nfrom __future__ import annotations; x = 1\ndef f(): 1",
+            "# b\n'''b'''\n\nfrom __future__ import (  # b\n  division,\n)  # b\nfrom __future__ import annotations; x = 1\nimport a\ndef f(): 1",
+        ),
+        (
+            "x = 1\nfrom __future__ import annotations\ndef f(): 1",
+            "import a\nx = 1\nfrom __future__ import annotations\ndef f(): 1",
+        ),
+    ],
+)
+def test_code_of_a_prompt_precedes_a_program(program, whole):
+    """But imports from `__future__` come first, if they begin the program."""
+    assert after_prompt(program, "import a\ndef f():\n", "f") == whole
