@@ -32,6 +32,7 @@ _INNER = ("unit_tests", "ground_truth", "test_cases", "assert_case")
 """Names under which a field may have its tests."""
 
 
+_INTEGER = re.compile("0|-?[1-9][0-9]{0,18}")
 _UNITS = {
     **dict.fromkeys(("", "s", "sec", "second", "m", "mb", "mib", "megabyte"), 1.0),
     **dict.fromkeys(("ms", "msec", "millisecond"), 1e-3),
@@ -132,6 +133,22 @@ def _read(where: str, row: Mapping[str, Any]) -> CodeTests:
         raise ValueError(f"the input {wrong[0]!r:.80} of {name} must be a list of arguments")
     inputs, outputs = ([*map(packed, values)] for values in zip(*pairs, strict=True))
     return CodeTests(inputs=inputs, outputs=outputs, name=name, is_wrapped=not in_text, **rest)
+
+
+def with_integer_keys(value: Any) -> Any:
+    """Returns a `packed` value from JSON. In dictionaries whose keys are all texts of integers, the keys are integers.
+
+    >>> with_integer_keys([packed({"1": {"-2": 3}}), packed({"1": 2, "01": 3})])
+    [{'dict': [[1, {'dict': [[-2, 3]]}]]}, {'dict': [['1', 2], ['01', 3]]}]
+    """
+    if isinstance(value, list):
+        return [*map(with_integer_keys, value)]
+    if not isinstance(value, dict) or "dict" not in value:
+        return value
+    keys, items = [key for key, _ in value["dict"]], [with_integer_keys(item) for _, item in value["dict"]]
+    if all(isinstance(key, str) and _INTEGER.fullmatch(key) for key in keys):
+        keys = [*map(int, keys)]
+    return {"dict": [[key, item] for key, item in zip(keys, items, strict=True)]}
 
 
 def _code(prompt: Any) -> str:

@@ -194,6 +194,27 @@ def test_functions_are_called_as_on_the_sites_of_their_tests():
     check([case("a tag", "passed", f"<answer>\n{fenced('def add(a, b): return a + b')}</answer>", ADD)])
 
 
+def test_keys_of_dictionaries_may_be_integers_or_texts():
+    """JSON has texts only, so a program is right if it passes with either. It gets each kind in a process of its own."""
+    tests = {
+        "fn_name": "f",
+        "inputs": [[{"1": [{"-5": 2}]}], [{"10": [{"0": 3}]}]],
+        "outputs": [{"2": -5}, {"11": 0}],
+    }
+    integers = "def f(d):\n    [(key, [inner])] = d.items()\n    return {key + 1: min(inner)}"
+    texts = integers.replace("key + 1: min(inner)", "str(int(key) + 1): int(min(inner)) + len(key[:0])")
+    second = f"calls = 0\ndef f(d):\n    global calls\n    calls += 1\n    return {{2: -5}} if calls == 1 else {{11: 0}} if calls > {2}"
+    check(
+        [
+            case("integers", "passed", fenced(integers), tests),
+            case("texts", "passed", fenced(texts), tests),
+            case("wrong", "wrong_answer", fenced(integers.replace("+ 1", "+ 2")), tests),
+            case("keeps count", "wrong_answer", fenced(f"{second} else 0"), tests),
+            case("mixed", "wrong_answer", fenced("def f(d): return 1 in d"), {"fn_name": "f", "inputs": [[{"1": 2, "a": 3}]], "outputs": [True]}),
+        ]
+    )  # fmt: skip
+
+
 def test_an_exception_of_the_program_is_the_exception_of_python_that_it_extends():
     source = "class Bad(ValueError): pass\ndef add(a, b): raise Bad('no')"
     tests = [
