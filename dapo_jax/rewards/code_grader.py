@@ -62,6 +62,8 @@ class CodeGrader:
         self.counts = Counter(dict.fromkeys((*VERDICTS, "cache_hits", "restarts"), 0))
         self._pending = dict[str, asyncio.Future[Verdict]]()
         """Pending verdicts on a program and its tests. Equal programs of a group run once."""
+        self._checked = set[int]()
+        """Hashes of the tests whose reference solution passed."""
 
     def close(self) -> None:
         """Ends the sandbox's servers."""
@@ -85,6 +87,8 @@ class CodeGrader:
 
     async def _verdict(self, program: str, tests: CodeTests, *, in_block: bool) -> Verdict:
         results = await self._results(program, tests) if program else ["no_code: the response has no program"]
+        if program and tests.code and tests.reference and any(results):
+            await self._check(tests)
         number = next((number for number, result in enumerate(results) if result), 0)
         kind, _, why = results[number].partition(": ")
         if kind == "syntax":
@@ -106,6 +110,15 @@ class CodeGrader:
         job = self._asserted if tests.code else self._called if tests.name else self._printed
         results = await self.sandbox.surely(lambda: job(Program(source=program, limits=limits), tests))
         return results or ["crashed: the program ended the sandbox"]
+
+    async def _check(self, tests: CodeTests) -> None:
+        """Raises ValueError if the reference solution fails, because its tests need something that the judge does not have."""
+        key = hash(str(tests))
+        if key not in self._checked:
+            results = await self._results(program_of(tests.reference)[0], tests)
+            if failed := next((each for each in results if each and not each.startswith("syntax")), None):
+                raise ValueError(f"the reference solution fails ({failed}); remove the row")
+            self._checked.add(key)
 
     def _ends(self, results: list[str]) -> bool:
         """Returns whether the last result ends the tests."""
@@ -185,14 +198,10 @@ class CodeGrader:
             await judge.tell({"name": tests.name, "setup": tests.setup, "code": tests.code})
             for code in tests.code:
                 while (message := await judge.said()) is not None and "why" not in message:
-                    asked, reply = True, await _reply(solution, message)
+                    asked, reply = asked or message.get("name") != "error", await _reply(solution, message)
                     if "ended" in reply:
                         return [*results, reply["ended"]]
                     await judge.tell(reply)
-                if message is not None and "refused" in message:
-                    raise ValueError(
-                        f"{_shown(code)}: {message['refused']}, which is not supported; remove the row"
-                    )
                 if message is None and not asked:
                     why = _failure(await judge.ended())
                     remedy = "remove the row, or set sandbox.python to an interpreter with the packages"

@@ -7,6 +7,9 @@ value of the tests, so the program learns no expected value.
 
 import ast
 import builtins
+import collections
+import itertools
+import operator
 import sys
 import types
 
@@ -14,15 +17,25 @@ host = types.SimpleNamespace()
 """The functions `ask`, `packed` and `unpacked` of the sandbox's server."""
 functions = []
 """The functions of the tests that the program has got. It calls them by `@` and their index."""
+remotes = {}
+"""The objects of the program that the tests have got, so that equal numbers are one object."""
+errors = {}
+"""The exceptions of the program that the tests import. Only classes can be caught."""
+
+
+_FORWARDED = "setattr call iter next len str repr bool hash enter getitem setitem delitem"
+_BETWEEN_OBJECTS = "eq lt le gt ge add sub mul"
 
 
 class Stub:
-    """A function or a class of the program."""
+    """A function, a class or another value of the program."""
 
     def __init__(self, name):
         self.__name__ = name
 
     def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
         return Stub(f"{self.__name__}.{name}")
 
     def __call__(self, *args, **kwargs):
@@ -31,6 +44,8 @@ class Stub:
     def __instancecheck__(self, value):
         return type(value) is Remote and asked("isinstance", (value, self), {}) is True
 
+    __hash__ = object.__hash__
+
 
 class Remote:
     """An object of the program."""
@@ -38,10 +53,12 @@ class Remote:
     def __init__(self, name):
         vars(self)["__name__"] = name
 
-    def __eq__(self, other):
-        return type(other) is Remote and asked("eq", (self, other), {}) is True
+    def __exit__(self, *error):
+        return asked("exit", (self,), {})
 
-    __hash__ = object.__hash__
+    def __await__(self):
+        return asked("await", (self,), {})
+        yield
 
     def __getattr__(self, name):
         if name.startswith("__"):  # other packages would use it to compare
@@ -53,20 +70,23 @@ def _forwarded(operation):
     return lambda self, *args, **kwargs: asked(operation, (self, *args), kwargs)
 
 
-for _operation in (
-    "setattr",
-    "call",
-    "iter",
-    "next",
-    "len",
-    "str",
-    "repr",
-    "bool",
-    "getitem",
-    "setitem",
-    "delitem",
-):
+def _between_objects(operation):
+    return lambda self, other: (
+        asked(operation, (self, other), {}) if type(other) is Remote else NotImplemented
+    )
+
+
+def _on_value(operation):
+    return lambda self, *args: operation(asked("value", (self,), {}), *args)
+
+
+for _operation in _FORWARDED.split():
     setattr(Remote, f"__{_operation}__", _forwarded(_operation))
+for _operation in _BETWEEN_OBJECTS.split():
+    setattr(Remote, f"__{_operation}__", _between_objects(_operation))
+    setattr(Stub, f"__{_operation}__", _on_value(getattr(operator, _operation)))
+for _operation in (iter, len, str, operator.getitem, operator.contains):
+    setattr(Stub, f"__{_operation.__name__}__", _on_value(_operation))
 
 
 class Names(dict):
@@ -80,10 +100,19 @@ def kept(value):
     """Returns the data for a value that is not plain data."""
     if type(value) in (Stub, Remote):
         return {"kept": value.__name__}
+    if hasattr(value, "__next__"):
+        return {"made": ["iter", [kept(value.__next__), {"opaque": "end"}]]}
+    if isinstance(value, (collections.abc.KeysView, collections.abc.ValuesView, collections.abc.ItemsView)):
+        return host.packed(list(value), 0, kept)
     if not callable(value):
         return {"opaque": type(value).__name__}
     functions.append(value)
     return {"kept": f"@{len(functions) - 1}"}
+
+
+def remote(name):
+    """Returns an object of the program."""
+    return remotes.setdefault(name, Remote(name))
 
 
 def asked(name, args, kwargs, on=True):
@@ -92,28 +121,33 @@ def asked(name, args, kwargs, on=True):
     reply = host.ask({"name": name, "args": data[0], "kwargs": data[1], "back": True, "on": on})
     while "callback" in reply:
         try:
-            value = functions[reply["callback"]](*host.unpacked(reply["args"], Remote))
+            value = functions[reply["callback"]](*host.unpacked(reply["args"], remote))
             answer = {"value": host.packed(value, 0, kept)}
         except Exception as error:
             answer = {"raise": [type(error).__name__, str(error)]}
         reply = host.ask({"answer": answer})
     if "raise" in reply:
         raise exception_of(*reply["raise"])
-    for old, new in zip(args, host.unpacked(reply["args"], Remote), strict=False):
+    for old, new in zip(args, host.unpacked(reply["args"], remote), strict=False):
         if type(old) is type(new) is list:
             old[:] = new
         elif type(old) is type(new) in (dict, set):
             old.clear()
             old.update(new)
-    return host.unpacked(reply["value"], Remote)
+    return host.unpacked(reply["value"], remote)
 
 
-def exception_of(name, message, args=None):
-    """Returns an exception of the program. An exception that Python does not define becomes a RuntimeError."""
+def exception_of(name, message, args=None, names=(), state=None, text=""):
+    """Returns an exception of the program. If it is a class of the program, `names` are its own name and its bases' names. Unknown exceptions become a RuntimeError."""
     try:
         kind = getattr(builtins, name, object)  # the program may have forged the name
+        if issubclass(kind, Exception) and (own := [errors[one] for one in names if one in errors]):
+            error = type(own[0].__name__, (*own, kind), {"__str__": lambda error: text})()
+            vars(error).update(host.unpacked(state, remote))
+            error.args = host.unpacked(args, remote)
+            return error
         if issubclass(kind, Exception):
-            return kind(message) if args is None else kind(*host.unpacked(args, Remote))
+            return kind(message) if args is None else kind(*host.unpacked(args, remote))
     except Exception:
         pass
     return RuntimeError(message)
@@ -147,7 +181,41 @@ def of_solution(name):
     """Returns an attribute of the module `solution`, from which tests import."""
     if name.startswith("__"):
         raise AttributeError(name)
+    try:
+        if name[0].isupper() and asked("error", (Stub(name),), {}) is True:
+            return errors.setdefault(name, type(name, (Exception,), {}))
+    except Exception:  # the program has no such name
+        pass
     return Stub(name)
+
+
+async def awaited(value):
+    """Lets `asyncio.run` wait for objects of the program."""
+    return await value
+
+
+def run_test(test, method=""):
+    """Runs a test function, or a method of a class of tests, for each set of its parameters."""
+    marks = [*getattr(test, "pytestmark", []), *getattr(getattr(test, method, None), "pytestmark", [])]
+    marks = [mark.args for mark in marks if mark.name == "parametrize"]
+    for values in itertools.product(*(values for _, values in marks)):
+        arguments = {}
+        for (names, _), value in zip(marks, values, strict=True):
+            if type(value).__name__ == "ParameterSet":
+                value = value.values
+            elif isinstance(names, str) and "," not in names:
+                value = [value]
+            names = names.replace(",", " ").split() if isinstance(names, str) else names
+            arguments |= zip(names, value, strict=True)
+        function = test
+        if method:
+            instance = test()
+            for name in ("setup_class", "setUpClass", "setup_method", "setUp"):
+                getattr(instance, name, bool)()
+            function = getattr(instance, method)
+        result = function(**arguments)
+        if isinstance(result, types.CoroutineType):
+            sys.modules["asyncio"].run(result)
 
 
 def main(ask, packed, unpacked):
@@ -157,14 +225,19 @@ def main(ask, packed, unpacked):
     solution = types.ModuleType("solution")
     solution.__getattr__ = of_solution
     sys.modules["solution"] = solution
-    space = {"__builtins__": Names(vars(builtins)), "__name__": "tests", "stub": Stub}
+    space = {"__builtins__": Names(vars(builtins)), "__name__": "tests", "stub": Stub, "_run_test": run_test}
     names = [job["name"]] if job["name"] else names_of_python([job["setup"], *job["code"]])
     space |= {name: Stub(name) for name in names}
+    if "async" in job["setup"]:
+        import asyncio
+
+        run = asyncio.run
+        asyncio.run = lambda main, **how: run(awaited(main), **how)
     exec(job["setup"], space)
     for code in job["code"]:
         why = ""
         try:
             exec(code, space)
-        except Exception as error:
+        except BaseException as error:  # `pytest.fail` raises one
             why = f"{type(error).__name__} {error}"
         ask({"why": why})

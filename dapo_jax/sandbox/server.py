@@ -8,8 +8,12 @@ instead.
 import ast
 import atexit
 import builtins
+import collections
 import contextlib
 import ctypes
+import datetime
+import decimal
+import fractions
 import functools
 import gc
 import json
@@ -61,12 +65,36 @@ sched_setparam 142 118 sched_setscheduler 144 119 sched_setaffinity 203 122 sche
 acct 163 89 quotactl 179 60 reboot 169 142 swapon 167 224 swapoff 168 225 syslog 103 116 sethostname 170 161 setdomainname 171 162
 """
 """System calls that fail with EPERM, each with its number on x86-64 and on aarch64."""
+
+
+_OPERATORS = "getitem setitem delitem eq lt le gt ge add sub mul"
+
+
+async def _awaited(value):
+    return await value
+
+
 OPERATIONS = {
-    **{kind.__name__: kind for kind in (getattr, setattr, iter, next, len, str, repr, bool, isinstance)},
-    **{name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "eq")},
+    **{
+        kind.__name__: kind for kind in (getattr, setattr, iter, next, len, str, repr, bool, hash, isinstance)
+    },
+    **{name: getattr(operator, name) for name in _OPERATORS.split()},
     "call": lambda function, *args, **kwargs: function(*args, **kwargs),
+    "enter": lambda manager: manager.__enter__(),
+    "exit": lambda manager: manager.__exit__(None, None, None),
+    "await": lambda value: __import__("asyncio").run(_awaited(value)),
+    "value": lambda value: value,
+    "error": lambda kind: isinstance(kind, type) and issubclass(kind, Exception),
 }
-"""The operations of tests on an object of a program. Operations that would tell the program an expected value, such as `in` and arithmetic, are missing."""
+"""The operations of tests on an object of a program. The judge lets arithmetic and comparisons have objects of the program only, because a value could be an expected one."""
+MADE = {
+    kind.__name__: kind
+    for kind in (
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+        *(decimal.Decimal, fractions.Fraction, collections.deque, range, bytearray, iter),
+    )
+}
+"""Further plain data, by the function that makes it from plain data."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -86,6 +114,10 @@ def packed(value, depth=0, keep=None):
         if isinstance(value, kind):
             items = [packed(item, depth + 1, keep) for item in value]
             return items if kind is list else {kind.__name__: items}
+    kind = type(value)
+    if MADE.get(kind.__name__) is kind:
+        args = (list(value), value.maxlen) if kind is collections.deque else value.__reduce__()[1]
+        return {"made": [kind.__name__, [packed(part, depth + 1, keep) for part in args]]}
     return keep(value) if keep else {"opaque": type(value).__name__}
 
 
@@ -103,6 +135,8 @@ def unpacked(data, kept=None):
         return {unpacked(key, kept): unpacked(item, kept) for key, item in inner}
     if kind == "kept" and kept:
         return kept(inner)
+    if kind == "made":
+        return MADE[inner[0]](*unpacked(inner[1], kept))
     kinds = {"tuple": tuple, "set": set, "frozenset": frozenset}
     return kinds[kind](unpacked(item, kept) for item in inner) if kind in kinds else object()
 
@@ -300,7 +334,7 @@ class Runner:
         with open(4, encoding="utf-8", errors="surrogatepass") as file:
             self.text = file.read()
         module = types.ModuleType("solution" if mode == "calls" else "__main__")
-        self.calls, self.space, self.kept = mode == "calls", module.__dict__, []
+        self.calls, self.space, self.kept, self.numbers = mode == "calls", module.__dict__, [], {}
         self.messages = [open(3, how, closefd=False) for how in ("rb", "wb")]  # noqa: SIM115
         sys.modules[module.__name__] = module
         if mode == "judge":
@@ -375,6 +409,12 @@ class Runner:
             # The tests know the exceptions of Python only.
             kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or not back]
             raised = [kinds[0].__name__, " ".join(map(str, error.args))[:500]]
+            if back and kinds[0] is not type(error):  # an exception of the program, see `exception_of`
+                names, state = (
+                    [kind.__name__ for kind in type(error).__mro__],
+                    packed(vars(error), 0, self.keep),
+                )
+                return {"raise": [*raised, packed(list(error.args)), names, state, str(error)]}
             return {"raise": [*raised, packed(list(error.args))] if back else raised}
 
     def found(self, name):
@@ -402,8 +442,10 @@ class Runner:
 
     def keep(self, value):
         """Keeps an object, and returns the data for it."""
-        self.kept.append(value)
-        return {"kept": len(self.kept) - 1}
+        number = self.numbers.setdefault(id(value), len(self.kept))
+        if number == len(self.kept):
+            self.kept.append(value)
+        return {"kept": number}
 
     def cell(self, text):
         """Executes a text in the program's namespace, and prints the value of its last expression."""

@@ -33,6 +33,7 @@ _INNER = ("unit_tests", "ground_truth", "test_cases", "assert_case")
 
 
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,18}")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _UNITS = {
     **dict.fromkeys(("", "s", "sec", "second", "m", "mb", "mib", "megabyte"), 1.0),
     **dict.fromkeys(("ms", "msec", "millisecond"), 1e-3),
@@ -63,7 +64,7 @@ class CodeTests:
     checker: str = ""
     """A program that decides whether an output is right."""
     reference: str = ""
-    """A right program. Its values are the expected ones."""
+    """A right program. Without `outputs`, its values are the expected ones."""
     tolerance: float = 1e-6
     cpu_s: float = 0.0
     """The problem's own limit of processor time, or 0."""
@@ -104,10 +105,10 @@ def _read(where: str, row: Mapping[str, Any]) -> CodeTests:
     rest: dict[str, Any] = {"cpu_s": _number(row.get("time_limit")), "memory_mb": memory}
     name, prompt = row.get("entry_point") or "", row.get("code_prompt") or row.get("prompt") or ""
     if where == "test":  # code with functions that test
-        functions = re.findall(r"^def (test\w*)\(", row["test"], re.MULTILINE)
         is_check = name and "def check(" in row["test"]
-        calls = [f"check(stub({name!r}))"] if is_check else [f"{function}()" for function in functions]
+        calls = [f"check(stub({name!r}))"] if is_check else _calls(row["test"])
         rest |= {"prompt": _code(prompt) if name else "", "setup": row["test"] if calls else ""}
+        rest["reference"] = "" if name else row.get("solution") or ""
         return CodeTests(code=calls or [row["test"]], name=name, **rest)
     found = [one for key in (where, *_FURTHER.get(where, ())) for one in _listed(row.get(key))]
     if where == "base_input":
@@ -157,6 +158,27 @@ def _code(prompt: Any) -> str:
         with suppress(SyntaxError, TypeError):
             return prompt if ast.parse(prompt + end) else ""
     return ""
+
+
+def _calls(tests: str) -> list[str]:
+    """Returns a call of `_run_test` for each test of a module for pytest. Raises ValueError if a test needs a fixture."""
+    calls = dict[str, None]()
+    for outer in ast.parse(tests).body:
+        functions, marks, prefix = [outer], [], ""
+        if isinstance(outer, ast.ClassDef):
+            bases = " ".join(map(ast.unparse, outer.bases))
+            is_test = outer.name.startswith("Test") or "TestCase" in bases
+            functions, marks, prefix = outer.body if is_test else [], outer.decorator_list, outer.name
+        for function in functions:
+            if isinstance(function, _FUNCTIONS) and function.name.startswith("test"):
+                given = " ".join(map(ast.unparse, [*marks, *function.decorator_list]))
+                needed = [one.arg for one in function.args.args][bool(prefix) :]
+                needed = needed[: len(needed) - len(function.args.defaults)]
+                if missing := [one for one in needed if not re.search(rf"\b{one}\b", given)]:
+                    raise ValueError(f"{function.name} needs the fixture {missing[0]!r}")
+                names = f"{prefix}, {function.name!r}" if prefix else function.name
+                calls[f"_run_test({names})"] = None
+    return [*calls]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -1,0 +1,120 @@
+"""Tests that are code: what they pass to a program, get from it, and how they run as in pytest."""
+
+import pytest
+
+from dapo_jax.text import code_tests
+from tests.rewards.code_grader_test import case, check, fenced, graded
+
+MARKS = """
+import types
+def parametrize(names, values):
+    def marked(test):
+        mark = types.SimpleNamespace(name="parametrize", args=(names, values))
+        test.pytestmark = [mark, *getattr(test, "pytestmark", [])]
+        return test
+    return marked
+class ParameterSet:
+    def __init__(self, *values): self.values = values
+"""
+"""The marks of pytest, which the interpreter of the sandbox may not have."""
+
+
+def row(test, **more):
+    return {"question": "?", "test": test, **more}
+
+
+@pytest.mark.parametrize(
+    ("source", "test"),
+    [
+        ("f = lambda d: d.replace(day=d.day + 1)", "from datetime import date\ndef test(): assert f(date(2020, 1, 1)) == date(2020, 1, 2)"),
+        ("f = lambda d: d + timedelta(1)", "from datetime import *\ndef test(): assert f(datetime(2020, 1, 1, 5, tzinfo=timezone.utc)) == datetime(2020, 1, 2, 5, tzinfo=timezone.utc)"),
+        ("f = lambda d: {d: [d * 2]}", "from decimal import Decimal as D\ndef test(): assert f(D('1.5')) == {D('1.5'): [D('3')]}"),
+        ("f = lambda d: d * 2", "from fractions import Fraction as F\ndef test(): assert f(F(1, 3)) == F(2, 3)"),
+        ("f = lambda d: (d.pop(), d)", "from collections import deque\ndef test(): assert f(deque([2, 3], 5)) == (3, deque([2]))"),
+        ("f = lambda d: [*d]", "def test(): assert f(range(1, 9, 3)) == [1, 4, 7] == f(x for x in [1, 4, 7]) == f({1: 0, 4: 0, 7: 0}.keys())"),
+    ],
+)  # fmt: skip
+def test_values_of_the_standard_library(source, test):
+    source = f"from datetime import *\n{source}"
+    test = row(f"from solution import f\n{test}")
+    check([case("", "passed", fenced(source), row=test)])
+    wrong = fenced(f"{source}\ng = f\nf = lambda d: [g(d)]")
+    check([case("", "wrong_answer", wrong, row=test)])
+
+
+POINTS = """
+from dataclasses import dataclass
+from enum import Enum
+class Color(Enum):
+    RED = 1
+    BLUE = 2
+MOST = 3
+class Bad(ValueError):
+    def __init__(self, code): super().__init__("bad"); self.code = code
+@dataclass(frozen=True)
+class P:
+    x: int
+    def __add__(self, other): return P(self.x + other.x)
+    def __lt__(self, other): return self.x < other.x
+    def __enter__(self): return self
+    def __exit__(self, *error): return False
+def other(color): return Color.BLUE if color is Color.RED else Color.RED
+def same(value): return value
+def check(n):
+    if n > MOST: raise Bad(n)
+    return n
+async def later(n): return n
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("assert P(1) + P(2) == P(3) and P(1) < P(2) and max(P(1), P(2)).x == 2", "passed"),
+        ("assert P(1) + P(2) == P(4)", "wrong_answer"),
+        ("assert len({P(1), P(1)}) == 1 and P(1) in [P(1)]\n    p = P(1)\n    assert same(p) is p", "passed"),
+        ("with P(1) as p:\n        assert p.x == 1", "passed"),
+        ("assert other(Color.RED) == Color.BLUE and Color.BLUE.value == 2 and check(3) == MOST", "passed"),
+        ("assert other(Color.RED) == Color.RED", "wrong_answer"),
+        ("try: check(4)\n    except Bad as e: assert isinstance(e, ValueError) and e.code == 4 and str(e) == 'bad'\n    else: assert 0", "passed"),
+        ("try: check(3)\n    except Bad: return\n    assert 0", "wrong_answer"),
+        ("assert asyncio.run(later(1)) == 1", "passed"),
+        ("assert asyncio.run(later(1)) == 2", "wrong_answer"),
+    ],
+)  # fmt: skip
+def test_classes_exceptions_and_constants_of_the_program(body, expected):
+    names = "from solution import P, Color, MOST, Bad, other, same, check, later\nimport asyncio\n"
+    check([case("", expected, fenced(POINTS), row=row(f"{names}def test():\n    {body}\n"))])
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "class TestF:\n    def setup_method(self): self.x = 1\n    def test_one(self): assert f(self.x) == 1\n    def test_two(self): assert f(2) == 2",
+        "import unittest\nclass Cases(unittest.TestCase):\n    def setUp(self): self.x = 2\n    def test_two(self): self.assertEqual(f(self.x), 2)",
+        "def test_one(): assert f(1) == 1\nasync def test_two(): assert f(2) == 2",
+        f"{MARKS}@parametrize('a', [1, ParameterSet(2)])\n@parametrize(('b', 'c'), [(3, 4), (5, 6)])\ndef test(a, b, c): assert f(a) + b == a + c - 1",
+        f"{MARKS}class TestF:\n    @parametrize('a, b', [(1, 1), (2, 2)])\n    def test(self, a, b): assert f(a) == b",
+        "def test_one():\n    assert f(1) == 1\n    if f(2) != 2: raise SystemExit",
+    ],
+)  # fmt: skip
+def test_all_tests_of_a_module_for_pytest_run(test):
+    test = row(f"from solution import f\n{test}")
+    check([case("right", "passed", fenced("def f(x): return x"), row=test)])
+    check([case("wrong", "wrong_answer", fenced("def f(x): return 1"), row=test)])
+
+
+def test_a_test_that_needs_a_fixture_is_refused():
+    with pytest.raises(ValueError, match="test_b needs the fixture 'tmp_path'"):
+        code_tests.tests_of("", row("def test_a(x=1): pass\ndef test_b(tmp_path): pass"))
+
+
+def test_tests_that_reject_the_reference_solution_are_refused():
+    """The program cannot get the object of a class of the tests. A wrong response to a row that can be graded stays wrong."""
+    unfit = "from solution import f\nclass A: x = 1\ndef test(): assert f(A()) == 1"
+    right = "def f(a): return a.x"
+    with pytest.raises(ValueError, match=r"the reference solution fails \(wrong_answer.*remove the row"):
+        graded([case("", "", fenced(right), row=row(unfit, solution=right))])
+    fit = row("from solution import f\ndef test(): assert f(1) == 2", solution="def f(a): return a + 1")
+    check([case("", "wrong_answer", fenced("def f(a): return a"), row=fit)])
+    check([case("", "wrong_answer", fenced("def f(a): return a"), row={**fit, "solution": "Add one."})])
