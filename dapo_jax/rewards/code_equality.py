@@ -55,6 +55,26 @@ def _same_number(expected: int | float, found: int | float, tolerance: float) ->
     return close or (expected != expected and found != found)
 
 
+def same_result(compare: str, given: Any, expected: Any, found: Any, tolerance: float = TOLERANCE) -> bool:
+    """Returns whether the `packed` value of a function is right. Apart from `same_value`, EvalPlus compares sequences as sets (`set`), only whether there is a value
+    (`found`), or whether a polynomial with the given coefficients is zero at the value (`zero`)."""
+    try:
+        if compare == "set":
+            wanted, other = ({_key(item) for item in _items(value)[1]} for value in (expected, found))
+            return wanted == other
+        if compare == "zero":
+            return abs(sum(factor * found**power for power, factor in enumerate(given[0]))) <= tolerance
+    except (TypeError, ValueError, ArithmeticError, RecursionError):  # a program forged it
+        return False
+    if compare == "found":
+        return (expected is not None) == (found if isinstance(found, bool) else found is not None)
+    return same_value(expected, found, tolerance)
+
+
+def _key(value: Any) -> str:
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 def same_value(expected: Any, found: Any, tolerance: float = TOLERANCE, depth: int = 0) -> bool:
     """Returns whether two `packed` values are equal. Tuples equal lists, and keys of dictionaries are compared as text, because JSON has no others."""
     if isinstance(expected, bool | str | None) or isinstance(found, bool | str | None):

@@ -13,7 +13,7 @@ from dapo_jax.config.reading import read_file
 from dapo_jax.config.section import entry
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.async_calls import once
-from dapo_jax.rewards.code_equality import same_text, same_value
+from dapo_jax.rewards.code_equality import same_result, same_text, same_value
 from dapo_jax.rewards.code_program import after_prompt, program_of
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.sandbox import Limits, Outcome, Program
@@ -169,6 +169,10 @@ class CodeGrader:
             if failed := next((reply for reply in replies if "value" not in reply), None):
                 raise ValueError(f"the reference solution fails with {failed}; remove the row")
             outputs = [reply["value"] for reply in replies]
+            if not all(tests.compare or same_value(value, value) for value in outputs):
+                raise ValueError(
+                    "the reference solution returns values that cannot be compared; remove the row"
+                )
         results = list[str]()
         async with self.sandbox.live(program, "calls") as solution:
             for call, expected in zip(calls, outputs, strict=True):
@@ -179,7 +183,8 @@ class CodeGrader:
                 elif "raise" in reply:
                     wrong = f"crashed: {shown} raised {_shown(reply['raise'])}"
                 elif not any(
-                    same_value(expected, v, tests.tolerance) for v in (found, [found])[: 1 + tests.is_wrapped]
+                    same_result(tests.compare, call["args"], expected, v, tests.tolerance)
+                    for v in (found, [found])[: 1 + tests.is_wrapped]
                 ):
                     wrong = f"wrong_answer: {shown} returned {_shown(found)} instead of {_shown(expected)}"
                 results.append(wrong)

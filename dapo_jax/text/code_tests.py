@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from dapo_jax.sandbox.server import packed
+from dapo_jax.text.evalplus import COMPARISONS, typed
 
 MOST_BYTES = 256 << 20
 """Compressed tests may not be larger than this."""
@@ -66,6 +67,8 @@ class CodeTests:
     reference: str = ""
     """A right program. Without `outputs`, its values are the expected ones."""
     tolerance: float = 1e-6
+    compare: str = ""
+    """How values are compared, see `same_result`."""
     cpu_s: float = 0.0
     """The problem's own limit of processor time, or 0."""
     memory_mb: float = 0.0
@@ -114,7 +117,9 @@ def _read(where: str, row: Mapping[str, Any]) -> CodeTests:
     if where == "base_input":
         reference, tolerance = prompt + row["canonical_solution"], float(row.get("atol") or 0) or 1e-6
         rest |= {"prompt": prompt, "reference": reference, "tolerance": tolerance}
-        return CodeTests(inputs=[*map(packed, found)], outputs=[None] * len(found), name=name, **rest)
+        found = [packed(typed(str(row.get("task_id")), one)) for one in found]
+        compare = COMPARISONS.get(name, "")
+        return CodeTests(inputs=found, outputs=[None] * len(found), name=name, compare=compare, **rest)
     tests = [*{json.dumps(packed(one)): one for one in found}.values()]  # without repetitions
     if all(isinstance(one, str) for one in tests):
         setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])

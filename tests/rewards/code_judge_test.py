@@ -118,3 +118,58 @@ def test_tests_that_reject_the_reference_solution_are_refused():
     fit = row("from solution import f\ndef test(): assert f(1) == 2", solution="def f(a): return a + 1")
     check([case("", "wrong_answer", fenced("def f(a): return a"), row=fit)])
     check([case("", "wrong_answer", fenced("def f(a): return a"), row={**fit, "solution": "Add one."})])
+
+
+def evalplus(task, name, inputs, reference, **more):
+    solution = {
+        "entry_point": name,
+        "prompt": "",
+        "canonical_solution": f"def {name}(*a):\n    {reference}\n",
+    }
+    return {"task_id": task, "base_input": inputs, "plus_input": [], "atol": 0, **solution, **more}
+
+
+@pytest.mark.parametrize(
+    ("task", "inputs", "types"),
+    [
+        ("Mbpp/2", [[3], [4]], "[(3,), (4,)]"),
+        ("Mbpp/63", [[[1, 2]]], "[[(1, 2)]]"),
+        ("Mbpp/75", [[[1, 2]], 3], "[[(1, 2)], 3]"),
+        ("Mbpp/106", [[1], [2]], "[[1], (2,)]"),
+        ("Mbpp/115", [[[1], []]], "[[{1}, {}]]"),
+        ("Mbpp/124", ["1", "1j"], "[1.0, 1j]"),
+        ("Mbpp/307", [["a", [1]], 1, 2], "[('a', [1]), 1, 2]"),
+        ("Mbpp/278", [[1, [2]]], "[(1, (2,))]"),
+        ("Mbpp/722", [{"a": [1]}, 2], "[{'a': (1,)}, 2]"),
+        ("Mbpp/580", [[1, [2, [3]]]], "[(1, (2, (3,)))]"),
+        ("HumanEval/2", [[3]], "[[3]]"),
+    ],
+)
+def test_inputs_of_evalplus_have_their_types(task, inputs, types):
+    given = evalplus(task, "f", [inputs], "return 1")
+    check([case("", "passed", fenced(f"def f(*a): return int([*a] == {types})"), row=given)])
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "reference", "right", "wrong"),
+    [
+        ("similar_elements", [[1, 2]], "return (2, 1, 2)", ["(1, 2)", "[2, 1.0]", "{1, 2}"], ["(1,)", "1", "[[1], 2]", "{}"]),
+        ("f", [], "return (2, 1)", ["(2, 1)"], ["(1, 2)"]),
+        ("check_str", [], "return re.match('a', 'a')", ["True", "1", "re.match('a', 'a')"], ["None", "False"]),
+        ("check_str", [], "return None", ["None", "False"], ["1", "True"]),
+        ("find_zero", [[2, -3, 1]], "return 1", ["1", "2.0"], ["1.5", "None", "'1'", "1e308", "float('nan')"]),
+        ("f", [], "return [float('nan'), 1]", ["[float('nan'), 1]"], ["[float('nan'), 2]", "[0.0, 1]"]),
+    ],
+)  # fmt: skip
+def test_evalplus_compares_some_tasks_in_its_own_way(name, inputs, reference, right, wrong):
+    given = evalplus("Own/1", name, [inputs], reference)
+    check([case(value, "passed", fenced(f"def {name}(*a): return {value}"), row=given) for value in right])
+    check(
+        [case(value, "wrong_answer", fenced(f"def {name}(*a): return {value}"), row=given) for value in wrong]
+    )
+
+
+def test_a_reference_value_that_cannot_be_compared_is_refused():
+    given = evalplus("Own/1", "f", [[]], "return re.match('a', 'a')")
+    with pytest.raises(ValueError, match="returns values that cannot be compared; remove the row"):
+        graded([case("", "", fenced("def f(): return 1"), row=given)])
