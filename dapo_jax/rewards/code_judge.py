@@ -20,7 +20,7 @@ functions = []
 remotes = {}
 """The objects of the program that the tests have got, so that equal numbers are one object."""
 errors = {}
-"""The exceptions of the program that the tests import. Only classes can be caught."""
+"""The classes of exceptions of the program. Only classes can be caught."""
 
 
 _FORWARDED = "setattr call iter next len str repr bool hash enter getitem setitem delitem"
@@ -137,11 +137,17 @@ def asked(name, args, kwargs, on=True):
     return host.unpacked(reply["value"], remote)
 
 
+def error_class(name):
+    """Returns the class in the tests for a class of exceptions of the program."""
+    return errors.setdefault(name, type(name, (Exception,), {}))
+
+
 def exception_of(name, message, args=None, names=(), state=None, text=""):
     """Returns an exception of the program. If it is a class of the program, `names` are its own name and its bases' names. Unknown exceptions become a RuntimeError."""
     try:
+        names = [one for one in names if not hasattr(builtins, one)]
         kind = getattr(builtins, name, object)  # the program may have forged the name
-        if issubclass(kind, Exception) and (own := [errors[one] for one in names if one in errors]):
+        if issubclass(kind, Exception) and (own := [*map(error_class, names)]):
             error = type(own[0].__name__, (*own, kind), {"__str__": lambda error: text})()
             vars(error).update(host.unpacked(state, remote))
             error.args = host.unpacked(args, remote)
@@ -183,7 +189,7 @@ def of_solution(name):
         raise AttributeError(name)
     try:
         if name[0].isupper() and asked("error", (Stub(name),), {}) is True:
-            return errors.setdefault(name, type(name, (Exception,), {}))
+            return error_class(name)
     except Exception:  # the program has no such name
         pass
     return Stub(name)

@@ -77,6 +77,7 @@ async def later(n): return n
         ("assert other(Color.RED) == Color.BLUE and Color.BLUE.value == 2 and check(3) == MOST", "passed"),
         ("assert other(Color.RED) == Color.RED", "wrong_answer"),
         ("try: check(4)\n    except Bad as e: assert isinstance(e, ValueError) and e.code == 4 and str(e) == 'bad'\n    else: assert 0", "passed"),
+        ("import solution\n    try: solution.check(4)\n    except solution.Bad as e: assert e.args == ('bad',)\n    else: assert 0", "passed"),
         ("try: check(3)\n    except Bad: return\n    assert 0", "wrong_answer"),
         ("assert asyncio.run(later(1)) == 1", "passed"),
         ("assert asyncio.run(later(1)) == 2", "wrong_answer"),
