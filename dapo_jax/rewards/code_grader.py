@@ -20,7 +20,16 @@ from dapo_jax.sandbox import Limits, Outcome, Program
 from dapo_jax.sandbox.servers import Server, ServerSandbox
 from dapo_jax.text.code_tests import CodeTests, tests_of, with_integer_keys
 
-VERDICTS = ("passed", "wrong_answer", "time_limit", "memory_limit", "output_limit", "crashed", "no_code")
+VERDICTS = (
+    "passed",
+    "wrong_answer",
+    "time_limit",
+    "memory_limit",
+    "output_limit",
+    "crashed",
+    "no_code",
+    "refused",
+)
 _LIMITS = {**dict.fromkeys(("total", "cpu", "idle", "wall"), "time"), "memory": "memory", "output": "output"}
 """The limits that may end a program, by the way it ended."""
 _CPU_FACTOR, _MEMORY_FACTOR, _LEAST_MEMORY_MB = 3.0, 2.0, 256
@@ -62,8 +71,8 @@ class CodeGrader:
         self.counts = Counter(dict.fromkeys((*VERDICTS, "cache_hits", "restarts"), 0))
         self._pending = dict[str, asyncio.Future[Verdict]]()
         """Pending verdicts on a program and its tests. Equal programs of a group run once."""
-        self._checked = set[int]()
-        """Hashes of the tests whose reference solution passed."""
+        self._checked = dict[int, str]()
+        """Failures of reference solutions, by the hash of their tests."""
 
     def close(self) -> None:
         """Ends the sandbox's servers."""
@@ -87,8 +96,15 @@ class CodeGrader:
 
     async def _verdict(self, program: str, tests: CodeTests, *, in_block: bool) -> Verdict:
         results = await self._results(program, tests) if program else ["no_code: the response has no program"]
-        if program and tests.code and tests.reference and any(results):
-            await self._check(tests)
+        if (
+            program
+            and tests.code
+            and tests.reference
+            and any(results)
+            and (failed := await self._failed(tests))
+        ):
+            reason = f"refused: the reference solution fails ({failed}); remove the row"
+            return Verdict(correct=False, extracted=program, reason=reason, lost="raised")
         number = next((number for number, result in enumerate(results) if result), 0)
         kind, _, why = results[number].partition(": ")
         if kind == "syntax":
@@ -111,14 +127,14 @@ class CodeGrader:
         results = await self.sandbox.surely(lambda: job(Program(source=program, limits=limits), tests))
         return results or ["crashed: the program ended the sandbox"]
 
-    async def _check(self, tests: CodeTests) -> None:
-        """Raises ValueError if the reference solution fails, because its tests need something that the judge does not have."""
+    async def _failed(self, tests: CodeTests) -> str:
+        """Returns the first failure of the reference solution, or an empty text. It fails if its tests need something that the judge does not have."""
         key = hash(str(tests))
         if key not in self._checked:
             results = await self._results(program_of(tests.reference)[0], tests)
-            if failed := next((each for each in results if each and not each.startswith("syntax")), None):
-                raise ValueError(f"the reference solution fails ({failed}); remove the row")
-            self._checked.add(key)
+            failures = (each for each in results if each and not each.startswith("syntax"))
+            self._checked[key] = next(failures, "")
+        return self._checked[key]
 
     def _ends(self, results: list[str]) -> bool:
         """Returns whether the last result ends the tests."""
