@@ -69,7 +69,7 @@ class DataConfig(Section, at="data"):
     on_bad_row: str = key("error", choices=["error", "skip"])
     """Action if a field of a row is missing or invalid: error, or skip, which leaves the row out and logs the number of such rows."""
     deduplicate: bool = True
-    """If several rows of a file have the same question, keep only the first of these rows. The number of dropped rows is logged."""
+    """If several rows of a file have the same question, keep only the first of these rows. In `dapo-jax sft`, the responses must be equal, too. The number of dropped rows is logged."""
     train_split: str = key("train", not_empty=True, aliases="dataset_train_split")
     """Split to train on. `train[:100]` selects its first 100 rows."""
     eval_split: str = key("test", not_empty=True, aliases="dataset_test_split")

@@ -33,8 +33,8 @@ class SplitRows:
 
     rows: list[dict[str, str]] = field(default_factory=list)
     """Prepared rows, in the order of the files."""
-    answers: dict[str, str] = field(default_factory=dict)
-    """Maps each prompt that has been loaded so far to its answer."""
+    answers: dict[bytes, str] = field(default_factory=dict)
+    """Maps the digest of each prompt that has been loaded so far, or of the fields `Files.deduplicate`, to its answer."""
     counts: dict[str, Any] = field(
         default_factory=lambda: {"rows": 0, "skipped": 0, "skipped_rows": [], "repeated": 0, "conflicting": 0}
     )
@@ -57,7 +57,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         """Finds the files (see `data_files` for the errors), and computes the hash of their bytes for the dataset's name."""
         path = Path(files.path).expanduser()
         self._files, self._settings, self._options = data_files(path), files, files.options
-        settings = [FORMAT, dict(files.options), files.on_bad_row, files.deduplicate]
+        settings = [FORMAT, dict(files.options), files.on_bad_row, [*files.deduplicate]]
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
         for file in self._files:
             digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
@@ -92,8 +92,8 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         return {split: read.rows for split, read in kept.items()}
 
     def _read(self, file: Path, into: SplitRows) -> None:
-        """Adds the rows of a file to its split. If `deduplicate` is set, skips prompts that the split already contains."""
-        counts = into.counts
+        """Adds the rows of a file to its split, except rows that the split already contains, see `Files.deduplicate`."""
+        counts, compared = into.counts, self._settings.deduplicate
         for where, fields in file_rows(file):
             counts["rows"] += 1
             try:
@@ -101,14 +101,14 @@ class FileBuilder(OwnBuilder, skip_registration=True):
                     raise ValueError(fields)
                 row = checked_row({**fields, **self.example(fields)})
                 row |= {"source_name": self.name, "source_row": where}
-                prompt = row["prompt"]
-                prompt = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
-                if self._settings.deduplicate and prompt in into.answers:
+                values = json.dumps([row.get(name) for name in compared], sort_keys=True, default=str)
+                digest = hashlib.blake2b(values.encode(), digest_size=16).digest()
+                if compared and digest in into.answers:
                     counts["repeated"] += 1
-                    counts["conflicting"] += into.answers[prompt] != row["answer"]
+                    counts["conflicting"] += into.answers[digest] != row["answer"]
                 else:
                     into.rows.append({"row": _json(row)})
-                    into.answers[prompt] = row["answer"]
+                    into.answers[digest] = row["answer"]
             except ValueError as error:
                 problem, remedy = (
                     f"{where}: {error}",

@@ -257,6 +257,10 @@ class PairSource:
         return prompt.tokens, response
 
 
+DEMONSTRATIONS = ("response", "responses")
+"""The fields of a row that may have its demonstrations."""
+
+
 def _demonstrations(row: Mapping[str, Any], where: str) -> Sequence[str]:
     choices = row["responses"] if "responses" in row else [row["response"]] if "response" in row else []
     if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):

@@ -15,7 +15,7 @@ import json
 import os
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ def load_rows(
     *,
     path: str = "",
     on_bad_row: str = "error",
-    deduplicate: bool = True,
+    deduplicate: bool | Sequence[str] = True,
     or_only: bool = False,
 ) -> LoadedRows:
     """Returns the rows of a dataset. Each row is loaded from disk when it is accessed.
@@ -66,7 +66,7 @@ def load_rows(
         options: options for a reasoning-gym task (see `reasoning_gym_rows`), or for the builder `jsonl`.
         path: the file or folder for a builder that reads files.
         on_bad_row: `error` to raise at a bad row in a file, or `skip` to leave out bad rows.
-        deduplicate: if several rows of a split have the same prompt, keep only the first of them.
+        deduplicate: if several rows of a split have the same prompt, or the same values of the given fields, keep only the first of them.
         or_only: if the dataset has only one split, return it regardless of `split`.
 
     Raises:
@@ -80,7 +80,8 @@ def load_rows(
         kind, _, name = source_name.partition(":")
         make = reasoning_gym_rows if kind == "reasoning_gym" else verifiers_task_rows
         return LoadedRows(make(name, split, options))
-    files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
+    fields = deduplicate if isinstance(deduplicate, Sequence) else ("prompt",) * deduplicate
+    files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=fields)
     builder = _prepared(source_name, data_dir or prepared_folder(), files)
     splits, count = builder.info.splits, 0
     names = sorted(splits)

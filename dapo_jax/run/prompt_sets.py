@@ -14,7 +14,7 @@ from dapo_jax.config.data_schema import SourceConfig
 from dapo_jax.config.keys import prefixed
 from dapo_jax.config.section import entries
 from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.data.prompts import PromptSource, held_out, measured_prompts, question_digest
+from dapo_jax.data.prompts import DEMONSTRATIONS, PromptSource, held_out, measured_prompts, question_digest
 from dapo_jax.data.rows import LoadedRows, checked_rows
 from dapo_jax.data.sources import dataset_splits, load_rows
 from dapo_jax.text.formatting import PromptFormat
@@ -63,7 +63,8 @@ def prompt_sets(
 ) -> PromptSets:
     """Loads the prompts for training and evaluation. If only `rows` are given from Python, there is no evaluation. Raises ConfigError if `training_prompts` or
     `held_out_prompts` failed."""
-    training = training_prompts(config.data, tokenizer, seed=config.seed, rows=rows)
+    compared = ("prompt", *DEMONSTRATIONS) if isinstance(config, SftConfig) else ("prompt",)
+    training = training_prompts(config.data, tokenizer, seed=config.seed, rows=rows, compared=compared)
     if rows is not None and eval_rows is None:
         return training
     held_out, notes = held_out_prompts(config.data, config.eval, tokenizer, rows=eval_rows)
@@ -82,10 +83,15 @@ def _trained_on(questions: frozenset[bytes], held_out: Mapping[str, Sequence[Pro
 
 
 def training_prompts(
-    data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    rows: GivenRows | None = None,
+    compared: Sequence[str] = ("prompt",),
 ) -> PromptSets:
-    """Returns the prompts to train on, from the given rows or the configured dataset or mixture, without prompts that are too long. Raises ConfigError if a
-    dataset cannot be read, or all of its prompts are too long."""
+    """Returns the prompts to train on, from the given rows or the configured dataset or mixture, without prompts that are too long. With `data.deduplicate`, rows of
+    a file are repeated if the fields `compared` are equal. Raises ConfigError if a dataset cannot be read, or all of its prompts are too long."""
     sources = [_own_source(data, data.train_split)]
     if data.mixture and rows is None:
         sources = entries("data.mixture", data.mixture, SourceConfig)
@@ -96,7 +102,11 @@ def training_prompts(
     questions = set[bytes]()
     for source in sources:
         with _named(source, given=rows is not None):
-            loaded = _load(data, source, role="train") if rows is None else LoadedRows(checked_rows(rows))
+            loaded = (
+                _load(data, source, role="train", compared=compared)
+                if rows is None
+                else LoadedRows(checked_rows(rows))
+            )
             lengths, digests, asked = measured_prompts(loaded, tokenizer, PromptFormat(data))
             kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
             if len(loaded) and not len(kept):
@@ -198,18 +208,20 @@ def _own_source(data: DataConfig, split: str) -> SourceConfig:
     return SourceConfig(source=data.source, path=data.path, source_options=data.source_options, split=split)
 
 
-def _load(data: DataConfig, source: SourceConfig, *, role: str) -> LoadedRows:
+def _load(
+    data: DataConfig, source: SourceConfig, *, role: str, compared: Sequence[str] = ("prompt",)
+) -> LoadedRows:
     split, or_only = source.split or role, not source.split
-    return load_rows(source.source, split, or_only=or_only, **_reading(data, source))
+    return load_rows(source.source, split, or_only=or_only, **_reading(data, source, compared))
 
 
-def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
+def _reading(data: DataConfig, source: SourceConfig, compared: Sequence[str] = ("prompt",)) -> dict[str, Any]:
     """Returns the common arguments of `load_rows` and `dataset_splits`."""
     return {
         "options": source.source_options,
         "path": source.path,
         "on_bad_row": data.on_bad_row,
-        "deduplicate": data.deduplicate,
+        "deduplicate": compared if data.deduplicate else (),
     }
 
 

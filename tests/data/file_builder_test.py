@@ -94,6 +94,16 @@ def test_repeated_prompts_are_dropped_and_counted(tmp_path, load):
     assert len(load("jsonl", path, deduplicate=False)) == 4
 
 
+def test_rows_may_be_compared_by_further_fields(tmp_path, load):
+    """Demonstrations of one prompt in several rows, one of which is repeated."""
+    rows = [{"prompt": "1+1", "answer": "2", "response": response} for response in ("2", "=2", "2")]
+    path = lines(tmp_path / "own.jsonl", *rows)
+    assert [row["response"] for row in load("jsonl", path)] == ["2"]
+    found = load("jsonl", path, deduplicate=("prompt", "response", "responses"))
+    assert [row["response"] for row in found] == ["2", "=2"]
+    assert found.note == "jsonl: 2 prompts from 3 rows (1 repeated)"
+
+
 def test_equal_messages_are_repeated_in_any_order_of_their_keys(tmp_path, load):
     rows = [
         {"prompt": [dict(message)], "answer": "2"}

@@ -6,7 +6,7 @@ from datetime import date
 
 import pytest
 
-from dapo_jax.config import ConfigError, DataConfig, EvalConfig, TrainConfig
+from dapo_jax.config import ConfigError, DataConfig, EvalConfig, SftConfig, TrainConfig
 from dapo_jax.run.prompt_sets import (
     concatenated,
     held_out_prompts,
@@ -169,3 +169,14 @@ def test_errors_in_rows_from_python_do_not_name_a_dataset(asked):
     with pytest.raises(ConfigError, match=r"rows given from Python: row 1: 'answer' is empty") as refused:
         asked(DataConfig(), [{"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": ""}])
     assert "data.source" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("schema", "count"), [(SftConfig, 3), (TrainConfig, 1)])
+def test_a_warm_start_trains_on_every_demonstration_of_a_prompt(schema, count, tmp_path):
+    """Three rows have the same prompt and different responses. A training run samples the responses, so it needs the prompt once."""
+    rows = [json.dumps({"prompt": "1+1", "answer": "2", "response": "=" * n + "2"}) for n in range(3)]
+    (tmp_path / "own.jsonl").write_text("\n".join(rows))
+    config = schema(data=one(tmp_path, "own", eval_split="train"), run_dir=".")
+    found = prompt_sets(config, TOKENIZER)
+    assert found.training.rows_per_epoch == count
+    assert [len(prompts) for prompts in found.held_out.values()] == [1]
