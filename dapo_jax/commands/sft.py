@@ -15,6 +15,7 @@ from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.data.prompts import PairSource
 from dapo_jax.evaluation import lost_verdicts, summarize
 from dapo_jax.health.stalls import interrupt
+from dapo_jax.run.disk_space import EXPORT_BYTES, check_room
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.grader_setup import check_graders, grading
 from dapo_jax.run.learner import load_learner
@@ -65,8 +66,12 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
         state, metrics = warm_start.train(state, run_dir, lock, progress or Progress(config.steps))
         trained = replace(warm_start.learner.policy, params=state.params)
         lock.check()
-        trained.save(run_dir / "model")
-        write_whole(run_dir / "model" / "sft.yaml", to_yaml(config).encode())
+        try:
+            trained.save(run_dir / "model")
+            write_whole(run_dir / "model" / "sft.yaml", to_yaml(config).encode())
+        except OSError as error:
+            error.add_note(f"the model is not complete; remove run_dir={config.run_dir}, and train again")
+            raise
         return SftResult(policy=trained, metrics=metrics)
 
 
@@ -88,6 +93,8 @@ class _WarmStart:
                 self._pairs[index]  # an invalid pair in a later step would end the run without a model
         self.learner = learner = load_learner(config, meshes)
         policy, layout = learner.policy, learner.training_pass.layout
+        size = EXPORT_BYTES * policy.decoder.trained_parameters
+        self._little_room = check_room({"run_dir": (config.run_dir, size)})
         self._graders = grading(config, policy, graders=graders)
         self._sampler = learner.sampler(spec)
         self._updater = Updater(
@@ -108,7 +115,12 @@ class _WarmStart:
         with ExitStack() as stack:
             stack.callback(self._graders.close)
             stack.enter_context(shown)
-            notes = (learner.training_pass.note, learner.policy.decoder.length_note, lock.note)
+            notes = (
+                learner.training_pass.note,
+                learner.policy.decoder.length_note,
+                lock.note,
+                self._little_room,
+            )
             for message in filter(None, (*self._prompts.notes, *notes)):
                 shown.message(message)
             tracker = JsonlTracker(run_dir / "metrics.jsonl")

@@ -48,6 +48,12 @@ LORA_TARGETS = (
     "in_proj_z", "out_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
 )  # fmt: skip
 """Allowed values in `lora.targets`: the names of linear layers in transformers and PEFT, and names for groups of these layers."""
+_OTHER_TARGETS = {
+    "all-linear": "all",
+    "qkv_proj": "q_proj, k_proj and v_proj",
+    "gate_up_proj": "gate_proj and up_proj",
+}
+"""The values for names of PEFT and of layers that are joined in some models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +72,10 @@ class LoraConfig(Section, at="lora"):
 
     def check_together(self) -> None:
         if unknown := [name for name in self.targets if name not in LORA_TARGETS]:
-            near = nearest(str(unknown[0]), LORA_TARGETS, least=0.0)[0]
-            self.refuse("targets", f"a list of {', '.join(LORA_TARGETS)}", f"write {near}")
+            name = str(unknown[0])
+            near = [_OTHER_TARGETS[name]] if name in _OTHER_TARGETS else nearest(name, LORA_TARGETS)
+            remedy = f"write {near[0]} instead of {name}" if near else f"remove {name}"
+            self.refuse("targets", f"a list of {', '.join(LORA_TARGETS)}", remedy)
         if not self.targets:
             self.refuse("targets", "one linear layer or more", "write [all], or leave it out")
 

@@ -29,12 +29,12 @@ class Room(NamedTuple):
     remedy: str
 
 
-def check_room(config: TrainConfig, parameters: int) -> str:
-    """Returns a warning if the disks have little room for a run with this number of trained parameters, otherwise an empty string. Raises ConfigError if the
+def check_room(places: Mapping[str, tuple[str, int]]) -> str:
+    """Returns a warning if the disks have little room for a run that writes these bytes (see `room_for`), otherwise an empty string. Raises ConfigError if the
     disks have too little room. It is raised in every process."""
 
     def checked() -> bytes:
-        message, state, remedy = room_for(bytes_to_write(config, parameters))
+        message, state, remedy = room_for(places)
         if state == "failed":
             raise ConfigError(f"the disk has too little room for this run: {message}: {remedy}")
         return f"the disk has little room for this run: {message}: {remedy}".encode() if remedy else b""
@@ -57,7 +57,7 @@ def bytes_to_write(config: TrainConfig, parameters: int) -> dict[str, tuple[str,
 
 
 def room_for(places: Mapping[str, tuple[str, int]]) -> Room:
-    """Compares the free space of each disk with the bytes to be written. `places` comes from `bytes_to_write`. Buckets are assumed to have enough space."""
+    """Compares the free space of each disk with the bytes to be written. `places` has the form of `bytes_to_write`. Buckets are assumed to have enough space."""
     disks: dict[int, list[str]] = {}
     for key, (folder, _) in places.items():
         if not in_bucket(folder):

@@ -108,8 +108,8 @@ def response_sampler(
     memory = memory or least_device_bytes(mesh)
     resident += bytes_on_device(transfer.shapes, mesh.shape)
     room = room_for_cache(policy.decoder, mesh, spec.engine, resident=resident, memory=memory)
-    ends = tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids))
     with prefixed(""):
+        ends = tuple(stop_ids(policy.tokenizer, sampling.stop_token_ids))
         engine = engine_of(policy.decoder, mesh, replace(spec.engine, stop_ids=ends, cache_bytes=room))
     known = room is not None and memory is not None
     return ResponseSampler(

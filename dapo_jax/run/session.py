@@ -9,7 +9,7 @@ from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.parallel.together import by_first
 from dapo_jax.run.build import Run
-from dapo_jax.run.disk_space import check_room
+from dapo_jax.run.disk_space import bytes_to_write, check_room
 from dapo_jax.run.observers import Profile
 from dapo_jax.run.records import Records, write_config
 from dapo_jax.run.run_dir import remove_run, remove_steps_after
@@ -47,7 +47,7 @@ class Session:
     def open(self, *, overwrite: bool) -> None:
         """Checks the free space on the disk, shows messages, and opens the folder of checkpoints. With `overwrite`, removes the files of the earlier run."""
         run, config, opened = self.run, self.config, self.opened
-        little_room = check_room(config, run.policy.decoder.trained_parameters)
+        little_room = check_room(bytes_to_write(config, run.policy.decoder.trained_parameters))
         if overwrite:
             by_first(lambda: remove_run(self.run_dir))  # all processes wait until the folder is empty
         opened.enter_context(self.shown)

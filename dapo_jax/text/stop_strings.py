@@ -137,6 +137,8 @@ def stop_ids(tokenizer: Tokenizer, extra: Sequence[int] = ()) -> tuple[int, ...]
     """
     size = tokenizer.vocab_size
     if outside := [token for token in extra if not 0 <= token < size]:
-        problem = f"{outside[0]} is not in the tokenizer's vocabulary of {size} ids, 0 to {size - 1}"
+        problem = (
+            f"{outside[0]} is not in the tokenizer's vocabulary of {size} ids, 0 to {size - 1}; remove it"
+        )
         raise ValueError(f"sampling.stop_token_ids: {problem}")
     return tuple(dict.fromkeys((*tokenizer.stop_ids, turn_end(tokenizer), *extra)))

@@ -1,7 +1,10 @@
 """A supervised warm start: it learns, logs, and writes a model."""
 
+import errno
 import io
 import json
+import shutil
+import sys
 from dataclasses import replace
 
 import jax
@@ -146,6 +149,28 @@ def test_a_conversation_without_a_chat_template_is_refused_before_the_first_step
     data = replace(config.data, chat=True)
     with pytest.raises(ConfigError, match="no chat template"):
         run(replace(config, run_dir=str(tmp_path / "run"), data=data))
+
+
+def test_a_disk_without_room_for_the_model_is_refused_before_the_first_step(config, tmp_path, monkeypatch):
+    """A parameter has 4 bytes in the model. Here it has 4,096, because the test's model is small."""
+    free = 2**21
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10 * free, 9 * free, free))
+    monkeypatch.setattr(sys.modules[sft.__module__], "EXPORT_BYTES", 2**12)
+    with pytest.raises(
+        ConfigError, match=r"the disk has too little room .* 2 MiB free for run_dir, .* needed"
+    ):
+        run(replace(config, run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_an_error_while_the_model_is_written_says_that_it_is_not_complete(config, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dapo_jax.run.policy.save_tokenizer", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        run(replace(config, run_dir=str(tmp_path / "run"), steps=1))
+    assert f"remove run_dir={tmp_path / 'run'}" in caught.value.__notes__[0]
 
 
 def test_a_run_is_not_written_over(config, warmed):

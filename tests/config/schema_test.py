@@ -155,7 +155,10 @@ sampling.max_response_tokens=64 -> buffer_tokens: found 4096; 4096 > 64; here 12
 environment.source=guess environment.episode_tokens=64 -> buffer_tokens: found 4096; environment.episode_tokens = 64; here 12
 reward.overlong.buffer_tokens=0 -> buffer_tokens: found 0; 1 or more; reward.overlong.enabled=false
 sampling.temperature=0 -> sampling.temperature: found 0.0; eval.temperature
-lora.rank=2 lora.targets=[qproj] -> lora.targets: found ['qproj']; write q_proj
+lora.rank=2 lora.targets=[qproj] -> lora.targets: found ['qproj']; write q_proj instead of qproj
+lora.rank=2 lora.targets=[all-linear] -> lora.targets: found ['all-linear']; write all instead of all-linear
+lora.rank=2 lora.targets=[q_proj,gate_up_proj] -> lora.targets; write gate_proj and up_proj instead of gate_up_proj
+lora.rank=2 lora.targets=[lm_head] -> lora.targets; remove lm_head
 loss.aggregation=token-mean -> loss.aggregation: found 'token-mean'; did you mean token_mean?
 loss.aggregation=xyz -> 'xyz'; token_mean or prompt_mean or sequence_mean or token_sum_norm or sequence_sum; write one
 model.attention=cudnn -> model.compute_dtype: found 'float32'; bfloat16

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from dapo_jax.commands import sample
-from dapo_jax.config import EvalConfig, EvaluateConfig, ModelConfig, SamplingConfig
+from dapo_jax.config import ConfigError, EvalConfig, EvaluateConfig, ModelConfig, SamplingConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.dapo.tokens import Tokens
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
@@ -48,6 +48,11 @@ def test_an_own_reward_function_sees_the_same(model):
         policy, "1=2:3", [":"], reward=lambda given: bool(seen.append((given.response, len(given.tokens))))
     )
     assert seen == [("1=2", 5)]
+
+
+def test_a_stop_token_outside_the_vocabulary_is_an_error_of_the_configuration(model):
+    with pytest.raises(ConfigError, match=r"sampling.stop_token_ids: 99999 .*; remove it"):
+        sample(model, ["1+1"], stop_token_ids=[99_999], max_response_tokens=4, slots=2)
 
 
 @pytest.mark.slow
