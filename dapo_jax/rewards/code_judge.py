@@ -36,7 +36,8 @@ class Stub:
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return Stub(f"{self.__name__}.{name}")
+        stub = Stub(f"{self.__name__}.{name}")
+        return asked("value", (stub,), {}) if name.isupper() else stub  # such as a member of an enumeration
 
     def __call__(self, *args, **kwargs):
         return asked(self.__name__, args, kwargs, on=False)
@@ -54,7 +55,7 @@ class Remote:
         vars(self)["__name__"] = name
 
     def __exit__(self, *error):
-        return asked("exit", (self,), {})
+        asked("exit", (self,), {})  # its result could hide a failure
 
     def __await__(self):
         return asked("await", (self,), {})
@@ -71,9 +72,16 @@ def _forwarded(operation):
 
 
 def _between_objects(operation):
-    return lambda self, other: (
-        asked(operation, (self, other), {}) if type(other) is Remote else NotImplemented
-    )
+    def between(self, other):
+        if type(other) is Remote:
+            return asked(operation, (self, other), {})
+        if type(other) in (list, dict, set):  # the object may be of a class that extends them
+            value = asked("plain", (self,), {})
+            if type(value) is type(other):
+                return getattr(operator, operation)(value, other)
+        return NotImplemented
+
+    return between
 
 
 def _on_value(operation):
@@ -85,7 +93,7 @@ for _operation in _FORWARDED.split():
 for _operation in _BETWEEN_OBJECTS.split():
     setattr(Remote, f"__{_operation}__", _between_objects(_operation))
     setattr(Stub, f"__{_operation}__", _on_value(getattr(operator, _operation)))
-for _operation in (iter, len, str, operator.getitem, operator.contains):
+for _operation in (iter, len, str, bool, hash, operator.getitem, operator.contains):
     setattr(Stub, f"__{_operation.__name__}__", _on_value(_operation))
 
 
@@ -98,8 +106,8 @@ class Names(dict):
 
 def kept(value):
     """Returns the data for a value that is not plain data."""
-    if type(value) in (Stub, Remote):
-        return {"kept": value.__name__}
+    if type(value) in (Stub, Remote) or type(value).__module__ == "solution":  # as in `remote`
+        return {"kept": vars(value)["__name__"]}
     if hasattr(value, "__next__"):
         return {"made": ["iter", [kept(value.__next__), {"opaque": "end"}]]}
     if isinstance(value, (collections.abc.KeysView, collections.abc.ValuesView, collections.abc.ItemsView)):
@@ -110,9 +118,15 @@ def kept(value):
     return {"kept": f"@{len(functions) - 1}"}
 
 
-def remote(name):
-    """Returns an object of the program."""
-    return remotes.setdefault(name, Remote(name))
+def remote(name, data=None):
+    """Returns an object of the program. With `data`, it is of a class that extends immutable data, such as a named tuple, so it is this data, too."""
+    if name not in remotes:
+        remotes[name] = found = Remote(name)
+        if data is not None:
+            own = {"__module__": "solution", "__getattr__": lambda self, name: getattr(found, name)}
+            remotes[name] = type("Own", (tuple if type(data) is list else type(data),), own)(data)
+            vars(remotes[name])["__name__"] = name
+    return remotes[name]
 
 
 def asked(name, args, kwargs, on=True):
@@ -121,14 +135,15 @@ def asked(name, args, kwargs, on=True):
     reply = host.ask({"name": name, "args": data[0], "kwargs": data[1], "back": True, "on": on})
     while "callback" in reply:
         try:
-            value = functions[reply["callback"]](*host.unpacked(reply["args"], remote))
+            given, named = host.unpacked([reply["args"], reply["kwargs"]], remote)
+            value = functions[reply["callback"]](*given, **named)
             answer = {"value": host.packed(value, 0, kept)}
         except Exception as error:
             answer = {"raise": [type(error).__name__, str(error)]}
         reply = host.ask({"answer": answer})
     if "raise" in reply:
         raise exception_of(*reply["raise"])
-    for old, new in zip(args, host.unpacked(reply["args"], remote), strict=False):
+    for old, new in zip([*args, *kwargs.values()], host.unpacked(reply["args"], remote), strict=False):
         if type(old) is type(new) is list:
             old[:] = new
         elif type(old) is type(new) in (dict, set):
@@ -203,7 +218,11 @@ async def awaited(value):
 def run_test(test, method=""):
     """Runs a test function, or a method of a class of tests, for each set of its parameters."""
     marks = [*getattr(test, "pytestmark", []), *getattr(getattr(test, method, None), "pytestmark", [])]
-    marks = [mark.args for mark in marks if mark.name == "parametrize"]
+    given = [mark for mark in marks if mark.name == "parametrize"]
+    marks = [
+        {**dict(zip(("argnames", "argvalues"), mark.args, strict=False)), **mark.kwargs} for mark in given
+    ]
+    marks = [(mark["argnames"], mark["argvalues"]) for mark in marks]
     for values in itertools.product(*(values for _, values in marks)):
         arguments = {}
         for (names, _), value in zip(marks, values, strict=True):
@@ -216,9 +235,10 @@ def run_test(test, method=""):
         function = test
         if method:
             instance = test()
-            for name in ("setup_class", "setUpClass", "setup_method", "setUp"):
-                getattr(instance, name, bool)()
             function = getattr(instance, method)
+            for name in ("setup_class", "setUpClass", "setup_method", "setUp"):
+                if hook := getattr(instance, name, None):
+                    hook(*[function][: hook.__code__.co_argcount - 1])  # as pytest, which may pass the method
         result = function(**arguments)
         if isinstance(result, types.CoroutineType):
             sys.modules["asyncio"].run(result)

@@ -16,7 +16,7 @@ class Limits:
     idle_s: float = 5.0
     """Time in which the program neither computes nor waits for a core."""
     total_s: float = 60.0
-    """Processor time of all tests of a response, or of a session."""
+    """Processor time of all tests of a response, or of a session, and the idle time of calls that have ended."""
     memory_mb: int = 1024
     """Address space in MiB."""
     output: int = 1 << 20

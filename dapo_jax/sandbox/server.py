@@ -74,6 +74,7 @@ async def _awaited(value):
     return await value
 
 
+IMMUTABLE, MUTABLE = (str, int, float, tuple), (list, dict, set)
 OPERATIONS = {
     **{
         kind.__name__: kind for kind in (getattr, setattr, iter, next, len, str, repr, bool, hash, isinstance)
@@ -84,6 +85,7 @@ OPERATIONS = {
     "exit": lambda manager: manager.__exit__(None, None, None),
     "await": lambda value: __import__("asyncio").run(_awaited(value)),
     "value": lambda value: value,
+    "plain": lambda value: next((kind(value) for kind in MUTABLE if isinstance(value, kind)), value),
     "error": lambda kind: isinstance(kind, type) and issubclass(kind, Exception),
 }
 """The operations of tests on an object of a program. The judge lets arithmetic and comparisons have objects of the program only, because a value could be an expected one."""
@@ -102,6 +104,9 @@ def packed(value, depth=0, keep=None):
     """Converts plain data to JSON-serializable data that keeps its types. Any other object becomes the result of `keep`, or {"opaque": type}, which equals nothing."""
     if type(value).__module__ == "numpy" and not hasattr(value, "__len__"):
         value = value.tolist()  # a number of NumPy becomes a number of Python
+    kind = type(value)
+    if keep and kind.__module__ == "solution" and isinstance(value, (*IMMUTABLE, *MUTABLE)):
+        return keep(value)  # data of a class of the program also has methods and attributes
     if value is None or isinstance(value, (bool, str, float)):
         return value
     if isinstance(value, int):  # decimal text of long integers is slow and limited
@@ -135,6 +140,8 @@ def unpacked(data, kept=None):
         return {unpacked(key, kept): unpacked(item, kept) for key, item in inner}
     if kind == "kept" and kept:
         return kept(inner)
+    if kind == "own" and kept:
+        return kept(inner[0], unpacked(inner[1], kept))
     if kind == "made":
         return MADE[inner[0]](*unpacked(inner[1], kept))
     kinds = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -257,23 +264,24 @@ class ForkServer:
         poll.register(process, select.POLLIN)
         poll.register(self.host, select.POLLIN)
         start = last = time.monotonic()
-        start_cpu = last_cpu = idle = 0.0
+        start_cpu = last_cpu = idle = idled = 0.0
         waited = dict[str, float]()
         while not ended:
             events = dict(poll.poll(50 if runs else 1000))
             now, before, (cpu, waited) = time.monotonic(), waited, spent(pid)
+            # The kernel reports a wait when it ends, so the idle time may fall again.
+            longest = max((waited[task] - before.get(task, 0.0) for task in waited), default=0.0)
+            idle = max(0.0, idle + (now - last) - (cpu - last_cpu) - longest)
             if process in events:
                 ended = "exit"
             elif self.host.fileno() in events:
                 # `m`: a message was sent, so the limits of a call begin. `p`: the host has the reply, so the clock stops.
                 command = self.host.recv(1)
+                idled += idle if runs else 0.0  # a program may not sleep between messages for ever
                 runs, ended = command == b"m", "" if command in (b"m", b"p") else "stopped"
                 start, start_cpu, idle = now, cpu, 0.0
             else:
-                # The kernel reports a wait when it ends, so the idle time may fall again.
-                longest = max((waited[task] - before.get(task, 0.0) for task in waited), default=0.0)
-                idle = max(0.0, idle + (now - last) - (cpu - last_cpu) - longest)
-                over = {"cpu": cpu - start_cpu, "total": cpu, "idle": idle, "wall": now - start}
+                over = {"cpu": cpu - start_cpu, "total": cpu + idled, "idle": idle, "wall": now - start}
                 past = [name for name in over if over[name] > limits[f"{name}_s"]]
                 ended = next((name for name in past if runs or name == "total"), "")
             last, last_cpu = now, cpu
@@ -401,7 +409,8 @@ class Runner:
                 return {"value": self.cell(*args)}
             value = (OPERATIONS[name] if on else self.found(name))(*args, **kwargs)
             keep = self.keep if back else None
-            return {"value": packed(value, 0, keep)} | ({"args": packed(args, 0, keep)} if back else {})
+            changed = {"args": packed([*args, *kwargs.values()], 0, keep)} if back else {}
+            return {"value": packed(value, 0, keep)} | changed
         except MemoryError:
             os._exit(MEMORY)
         except BaseException as error:
@@ -422,7 +431,7 @@ class Runner:
         if isinstance(name, int):
             return self.kept[name]
         if name.startswith("@"):
-            return lambda *args: self.asked(int(name[1:]), args)
+            return lambda *args, **kwargs: self.asked(int(name[1:]), args, kwargs)
         first, *path = name.split(".")
         *_, name = first, *path
         is_method = (not path or first == "Solution()") and name in dir(self.space.get("Solution"))
@@ -432,9 +441,10 @@ class Runner:
             return getattr(self.space["Solution"](), name)
         return self.space[name]
 
-    def asked(self, number, args):
+    def asked(self, number, args, kwargs):
         """Calls a function of the tests."""
-        answer = self.ask({"callback": number, "args": packed(list(args), 0, self.keep)})["answer"]
+        args, kwargs = packed([list(args), kwargs], 0, self.keep)
+        answer = self.ask({"callback": number, "args": args, "kwargs": kwargs})["answer"]
         if "raise" in answer:
             kind = getattr(builtins, answer["raise"][0], None)
             raise (kind if isinstance(kind, type) else RuntimeError)(answer["raise"][1])
@@ -445,7 +455,11 @@ class Runner:
         number = self.numbers.setdefault(id(value), len(self.kept))
         if number == len(self.kept):
             self.kept.append(value)
-        return {"kept": number}
+        if not isinstance(value, IMMUTABLE):
+            return {"kept": number}
+        return {
+            "own": [number, packed(list(value), 0, self.keep) if isinstance(value, tuple) else packed(value)]
+        }
 
     def cell(self, text):
         """Executes a text in the program's namespace, and prints the value of its last expression."""

@@ -140,7 +140,8 @@ class Server:
 def message_of(line: bytes) -> Any:
     """Decodes a message of a program, which may have written it itself."""
     try:
-        return json.loads(line)
+        message = json.loads(line)
+        return {} if message is None else message  # None is the end of a program
     except (ValueError, RecursionError):
         return {"raise": ["ValueError", "a message that is not JSON"]}
 

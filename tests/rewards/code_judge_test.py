@@ -2,6 +2,7 @@
 
 import pytest
 
+from dapo_jax.sandbox import Limits
 from dapo_jax.text import code_tests
 from tests.rewards.code_grader_test import case, check, fenced, graded
 
@@ -9,7 +10,7 @@ MARKS = """
 import types
 def parametrize(names, values):
     def marked(test):
-        mark = types.SimpleNamespace(name="parametrize", args=(names, values))
+        mark = types.SimpleNamespace(name="parametrize", args=(names,), kwargs={"argvalues": values})
         test.pytestmark = [mark, *getattr(test, "pytestmark", [])]
         return test
     return marked
@@ -175,3 +176,78 @@ def test_a_reference_value_that_cannot_be_compared_is_refused():
     given = evalplus("Own/1", "f", [[]], "return re.match('a', 'a')")
     with pytest.raises(ValueError, match="returns values that cannot be compared; remove the row"):
         graded([case("", "", fenced("def f(): return 1"), row=given)])
+
+
+HOSTILE = """
+import os, sys, time
+def forge(reply):
+    frame = sys._getframe()
+    while "self" not in frame.f_locals or not hasattr(frame.f_locals["self"], "called"):
+        frame = frame.f_back
+    frame.f_locals["self"].called = lambda **_: reply
+"""
+
+
+@pytest.mark.parametrize(
+    ("verdict", "source", "test"),
+    [
+        ("wrong_answer", "os.write(3, b'null\\n')\ndef f(x): time.sleep(99)", "from solution import f\ndef test(): assert f(1) == 7919"),
+        ("time_limit", "def f(g):\n    while True: g() or time.sleep(0.1)", "from solution import f\ndef test(): f(lambda: None)"),
+        ("time_limit", "def f():\n    while True: yield time.sleep(0.02)", "from solution import f\ndef test(): list(f())"),
+        ("crashed", "forge({'value': {'made': ['deque', [{'made': ['range', [0, 10**18]]}, 1]]}, 'args': []})", "from solution import Bad, f\ndef test(): assert f(1) == 2"),
+        ("wrong_answer", "def f(x): return x", "from solution import Bad, f\ndef test(): assert issubclass(Bad, Exception) and f(1)"),
+        ("wrong_answer", "class Stack(Exception): pass", "from solution import Stack\ndef test():\n    s = Stack(); s.push(1); assert s.pop() == 1"),
+        ("wrong_answer", "class P:\n    def __enter__(self): return self\n    def __exit__(self, *_): return True\n    def f(self): return 0", "from solution import P\ndef test():\n    with P() as p: assert p.f() == 4"),
+    ],
+)  # fmt: skip
+def test_wrong_programs_get_a_verdict_and_do_not_end_the_run(verdict, source, test):
+    """A program may send `null`, sleep between many calls, forge a reply, lack an exception, or hide a failure in `__exit__`."""
+    limits = Limits(cpu_s=2.0, idle_s=0.5, total_s=1.5)
+    [found] = graded([case("", verdict, fenced(HOSTILE + source), row=row(test), limits=limits)])
+    assert found.reason.partition(":")[0] == verdict
+    assert not found.lost
+
+
+SUBCLASSES = """
+from collections import OrderedDict, namedtuple
+from enum import Enum, IntEnum
+DEBUG = True
+class Color(Enum):
+    RED = 1
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+Point = namedtuple("Point", "x y")
+class Stack(list):
+    def push(self, x): self.append(x)
+class Cache(OrderedDict):
+    def put(self, key, value):
+        self[key] = value
+        self.move_to_end(key)
+def mid(a, b): return Point((a.x + b.x) / 2, (a.y + b.y) / 2)
+def tally(): return {Color.RED: 1}
+def high(): return Level.HIGH
+def twice(f):
+    def g(*args, **kwargs): return 2 * f(*args, **kwargs)
+    return g
+def order(values): values.sort()
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "s = Stack(); s.push(3); assert s == [3] and s[0] == 3 and s.pop() == 3 and not s",
+        "c = Cache(); c.put(1, 2); c.put(0, 3); c.put(1, 4); assert c[1] == 4 and list(c) == [0, 1] and len(c) == 2 and c == {0: 3, 1: 4}",
+        "p = mid(Point(0, 0), Point(2, 4)); assert p == Point(1, 2) == (1.0, 2.0) and (p.x, p.y) == (1, 2) and p._replace(x=5).x == 5",
+        "assert high() is Level.HIGH and high() == 2 and high().name == 'HIGH' and Level.LOW < high() and isinstance(high(), int)",
+        "assert DEBUG and tally()[Color.RED] == 1 and {*tally()} == {Color.RED}",
+        "assert twice(lambda x, *, y: x + y)(1, y=2) == 6",
+        "v = [2, 1]; order(values=v); assert v == [1, 2]",
+    ],
+)  # fmt: skip
+def test_classes_that_extend_plain_data_keep_their_methods(test):
+    test = row(f"from solution import *\ndef test():\n    {test}")
+    check([case("", "passed", fenced(SUBCLASSES), row=test)])
+    wrong = "Stack = Cache = list\nmid = max\nhigh = lambda: 2.5\nDEBUG = False\ntwice = lambda f: f\ndef order(values): pass"
+    check([case("", "wrong_answer", fenced(f"{SUBCLASSES}\n{wrong}"), row=test)])
