@@ -31,7 +31,7 @@ VERDICTS = (
     "refused",
 )
 _MOST_QUESTIONS = 100_000
-"""Maximum number of calls of a program by tests that are code. A program that answers with a callback each time could otherwise go on for minutes."""
+"""Maximum number of calls of a program by tests that are code. A program that answers with a callback each time could otherwise block its slot for minutes."""
 _LIMITS = {**dict.fromkeys(("total", "cpu", "idle", "wall"), "time"), "memory": "memory", "output": "output"}
 """The limits that may end a program, by the way it ended."""
 _CPU_FACTOR, _MEMORY_FACTOR, _LEAST_MEMORY_MB = 3.0, 2.0, 256

@@ -62,7 +62,7 @@ def service(monkeypatch, tmp_path):
 
 
 def test_programs_functions_and_asserts_are_graded(service):
-    short = Limits(cpu_s=0.5, idle_s=0.5)
+    short = Limits(cpu_s=0.5, idle_s=2.5)  # the service counts the start of the interpreter, too
     grading.check(
         [
             case("script", "passed", fenced("print(sum(map(int, input().split())))"), SUM),
