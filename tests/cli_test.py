@@ -447,7 +447,8 @@ def test_data_is_prepared_and_shown(trained, capsys, tmp_path):
     assert main(["data", "show", *given, *how]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(output)
-    assert "min 4 median 4 p95 4 p99 4 max 5" in shown
+    # The lengths are 4 and 5. A limit of 4 would keep half of the prompts, and only 5 keeps 95%.
+    assert "min 4 median 5 p95 5 p99 5 max 5" in shown
     assert "--- own.jsonl, line 1, 4 tokens, answer '6'\n?3+3\n" in shown
     assert "10+1" not in shown
 

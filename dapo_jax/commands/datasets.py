@@ -68,7 +68,9 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
         lengths, *_ = measured_prompts(rows, tokenizer, PromptFormat(data))
         shown = [(row, *PromptFormat(data).encode(row["prompt"], tokenizer)) for row in rows[: max(0, count)]]
     unit = "tokens" if model else "bytes"
-    marks = " ".join(f"{name} {int(np.quantile(lengths, share))}" for name, share in _QUANTILES.items())
+    # With a limit of this many tokens, at least this share of the prompts is kept.
+    found = {name: np.quantile(lengths, share, method="higher") for name, share in _QUANTILES.items()}
+    marks = " ".join(f"{name} {length}" for name, length in found.items())
     lines = [
         rows.note or f"{data.source}: {len(rows):,} prompts",
         f"split {split} (of {', '.join(splits)}): {len(rows):,} prompts",
