@@ -20,6 +20,7 @@ from dapo_jax.config import (
     load_evaluation,
 )
 from dapo_jax.config.keys import SEED, Rules, check_value, prefixed
+from dapo_jax.config.loading import OF_TRAINING
 from dapo_jax.dapo.rollouts import Group, Verdict
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
@@ -123,7 +124,8 @@ def _configured(
     else:
         file = of_run if config is None else config
         loaded = load_evaluation(file, overrides)
-    for path, changes in ((file, overrides), (of_run, ())):
+    of_training = [each for each in overrides if each.startswith(OF_TRAINING)]
+    for path, changes in ((file, of_training), (of_run, ())):
         with suppress(ConfigError):  # the file may not be a training configuration
             if path is not None:
                 return loaded, load_config(path, changes).dynamic_sampling.metric

@@ -24,6 +24,9 @@ from dapo_jax.storage import path_of
 
 AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
 
+OF_TRAINING = ("algorithm=", "dynamic_sampling.metric=")
+"""Beginnings of the overrides of a training configuration that also change an evaluation."""
+
 RECORD = "config.yaml"
 """Name of the file in which a run records its configuration. Keys of earlier versions are converted in it."""
 
@@ -51,27 +54,38 @@ def load_config(
         ConfigError: the file or an override cannot be parsed, has a key that is not in the schema, or has an invalid
             value. The message names the file or the override, the key, the value and the remedy.
     """
-    return cast(_Config, _load(path, overrides, (schema,)))
+    return cast(_Config, _load(path, _listed(overrides), (schema,)))
 
 
 def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence[str] = ()) -> EvaluateConfig:
     """Loads an evaluation configuration. The file may also be a training or warm-start configuration, whose other keys are ignored.
 
+    Overrides of `OF_TRAINING` apply to the training configuration. All others apply to the evaluation, so they need not fit the ignored keys.
+
     Raises:
-        ConfigError: as in `load_config`.
+        ConfigError: as in `load_config`, or an override has a key that an evaluation ignores.
     """
-    return evaluation_of(_load(path, overrides, (EvaluateConfig, TrainConfig, SftConfig)), overrides)
+    of_training = [each for each in _listed(overrides) if each.startswith(OF_TRAINING)]
+    config = evaluation_of(_load(path, of_training, (EvaluateConfig, TrainConfig, SftConfig)))
+    others = [each for each in overrides if each not in of_training]
+    for place, override in enumerate(others):
+        key = override.partition("=")[0]
+        if key == "model.compute_dtype":
+            others[place] = override.removeprefix("model.")
+        elif key in leaf_types(TrainConfig).keys() - leaf_types(EvaluateConfig):
+            raise ConfigError(f"override {shown(override)}: an evaluation does not use {key}: leave it out")
+    return evaluation_of(_built(EvaluateConfig, dataclasses.asdict(config), others, path, {}))
 
 
-def evaluation_of(config: AnyConfig, overrides: Sequence[str] = ()) -> EvaluateConfig:
+def evaluation_of(config: AnyConfig) -> EvaluateConfig:
     """Returns the configuration that a run with `config` uses for its own evaluations. Raises ConfigError for a `sampling.temperature` that nothing would use."""
-    asked = any(override.startswith("sampling.temperature=") for override in overrides)
-    if (asked or not isinstance(config, TrainConfig)) and config.sampling.temperature != 1:
+    if config.sampling.temperature != 1 and not isinstance(config, TrainConfig):
         config.refuse("sampling.temperature", "1 without training", "set eval.temperature")
     if isinstance(config, EvaluateConfig):
         return config
     names = {field.name for field in dataclasses.fields(EvaluateConfig)} - {"compute_dtype"}
     shared = {name: value for name, value in vars(config).items() if name in names}
+    shared["sampling"] = dataclasses.replace(config.sampling, temperature=1.0)
     return EvaluateConfig(compute_dtype=config.model.compute_dtype, **shared)
 
 
@@ -108,12 +122,16 @@ def leaf_values(config: AnyConfig) -> dict[str, Any]:
     return {key: attrgetter(key)(config) for key in leaf_types(type(config))}
 
 
+def _listed(overrides: Sequence[str]) -> Sequence[str]:
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
+    return overrides
+
+
 def _load(
     name: str | PathLike[str] | None, overrides: Sequence[str], schemas: Sequence[type[AnyConfig]]
 ) -> AnyConfig:
     """Builds a configuration from a file (if `name` is given) and overrides. Uses the first of `schemas` that contains all top-level names of the file, or else `schemas[0]`."""
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
     path, content = None, dict[Any, Any]()
     if name is not None:
         with prefixed(""):
@@ -129,7 +147,6 @@ def _load(
     algorithm = content.pop("algorithm") if is_name else None
     schema = next((each for each in schemas if content.keys() <= field_types(each).keys()), schemas[0])
     kinds, row = leaf_types(schema), dict[str, Any]()
-    places = [place for place, each in enumerate(overrides) if each.startswith("algorithm=")]
     with prefixed(path):
         if is_name and schema is not TrainConfig:
             _refuse_unknown("algorithm", algorithm, kinds)
@@ -140,8 +157,18 @@ def _load(
             if both := [key for key in given if not _same_name(value_of(content, key), row[key])]:
                 remedy = "keys in a file have no order: remove one of them, or write all keys of the algorithm instead of its name"
                 refuse("algorithm", algorithm, f"a file without {both[0]}, which the algorithm sets", remedy)
-            for key in [] if places else [key for key in row if not has(content, key)]:
-                put(content, key, row[key])
+            if not any(each.startswith("algorithm=") for each in overrides):
+                for key in [key for key in row if not has(content, key)]:
+                    put(content, key, row[key])
+    return _built(schema, content, overrides, path, row)
+
+
+def _built(
+    schema: type[_Config], content: dict[Any, Any], overrides: Sequence[str], path: object, row: Mapping[str, Any]
+) -> _Config:  # fmt: skip
+    """Builds a configuration from the content of the file at `path`, which may be None, and overrides. `row` has the keys of the algorithm that the file names."""
+    kinds = leaf_types(schema)
+    places = [place for place, each in enumerate(overrides) if each.startswith("algorithm=")]
     for place, override in enumerate(overrides):
         with prefixed(f"override {shown(override)}"):
             if place not in places or schema is not TrainConfig:

@@ -581,15 +581,15 @@ class EvaluateConfig(Section):
     """Dtype of activations and matrix products: float32 or bfloat16."""
     data: DataConfig = key(default_factory=DataConfig)
     sampling: SamplingConfig = key(default_factory=lambda: SamplingConfig(slots=32, max_response_tokens=1024))
-    """Slots, length limits and stop strings. Temperature, top-p and top-k are in `eval`. The default is 32 slots and 1024 tokens per response,
-    because the paper's 20,480 tokens would exceed the memory of small machines."""
+    """Slots, length limits and stop strings. Temperature, top-p and top-k are in `eval`. The paper's 20,480 tokens would exceed the memory of small machines."""
     reward: RewardConfig = key(default_factory=RewardConfig)
     """The graders. The overlong penalty does not apply in an evaluation."""
     sandbox: SandboxConfig = key(default_factory=SandboxConfig)
     workers: WorkersConfig = key(default_factory=WorkersConfig)
-    environment: EnvironmentConfig = key(default_factory=EnvironmentConfig)
+    environment: EnvironmentConfig = key(default_factory=EnvironmentConfig, only_with="environment.source")
     eval: EvalConfig = key(default_factory=EvalConfig)
     parallel: ParallelConfig = key(default_factory=ParallelConfig)
+    check_together = Section.check_effects
 
 
 FREE_TO_CHANGE = tuple(

@@ -158,7 +158,8 @@ def test_an_evaluation_reports_whether_scores_or_verdicts_count(
 
     assert metric(scored) == "score"
     assert metric(judged) == "correct"
-    assert metric(judged, None, "dynamic_sampling.metric=score") == "score"
+    by_override = "dynamic_sampling.metric=score"
+    assert metric(judged, None, by_override, "compute_dtype=float32", "reward.incorrect=-2") == "score"
     assert metric(judged, f"{scored}/config.yaml") == "score"
     assert metric(scored, f"{judged}/config.yaml") == "correct"
     assert evaluate(scored, rows=rows, reward=even_sum).metric == "correct"  # the grader returns no scores

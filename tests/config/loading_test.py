@@ -346,6 +346,46 @@ def test_an_evaluation_is_read_from_a_runs_file_or_a_warm_starts_or_its_own(tmp_
         load_evaluation(write(tmp_path, "datta: {source: gsm8k}\n"))
 
 
+def test_overrides_of_an_evaluation_need_not_fit_the_training(tmp_path):
+    """The overlong buffer of 4,096 tokens and the exact loss are for training only."""
+    path = write(
+        tmp_path, "run_dir: out\ndata: {chat_template_kwargs: {a: 1}}\nsampling: {temperature: 0.9}\n"
+    )
+    with pytest.raises(ConfigError, match=r"overlong\.buffer_tokens: found 4096"):
+        load_config(path, ["sampling.max_response_tokens=10"])
+    overrides = [
+        "sampling.max_response_tokens=10",
+        "sampling.weight_dtype=int8",
+        "data.chat_template_kwargs.b=2",
+    ]
+    found = load_evaluation(path, overrides)
+    assert (found.sampling.max_response_tokens, found.sampling.weight_dtype) == (10, "int8")
+    assert found.data.chat_template_kwargs == {"a": 1, "b": 2}
+    for key in ("compute_dtype", "model.compute_dtype"):
+        assert load_evaluation(path, [f"{key}=bfloat16"]).compute_dtype == "bfloat16"
+    with pytest.raises(
+        ConfigError, match=r"run\.yaml with override 'eval\.top_p=7': eval\.top_p: found 7\.0"
+    ):
+        load_evaluation(path, ["eval.top_p=7"])
+    with pytest.raises(
+        ConfigError, match=r"environment\.max_turns: found 3.*no effect; set environment\.source"
+    ):
+        load_evaluation(path, ["environment.max_turns=3"])
+    with pytest.raises(ConfigError, match="needs a list"):
+        load_evaluation(path, "eval.top_p=0.5")
+
+
+@pytest.mark.parametrize("file", ["run_dir: out\n", "run_dir: out\nmax_response_tokens: 9\n", "seed: 1\n"])
+@pytest.mark.parametrize(
+    "override", ["steps=5", "optimizer.learning_rate=1", "lora.rank=4", "model.source=x"]
+)
+def test_an_override_that_an_evaluation_ignores_is_refused(file, override, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_evaluation(write(tmp_path, file), ["eval.top_p=0.5", override])
+    key = override.partition("=")[0]
+    assert str(caught.value) == f"override '{override}': an evaluation does not use {key}: leave it out"
+
+
 @st.composite
 def misspellings(draw):
     """A key of a schema with one letter dropped, or two neighbours swapped."""
