@@ -34,6 +34,9 @@ MIN_MIXED_FRAC = 0.02
 MAX_SIGN_BALANCE = 3.0
 """Largest healthy sign balance of sampler and trainer; the smallest is its inverse. Healthy runs with rounding or an 8-bit sampler have 0.6 to 1.3."""
 
+MAX_STALE_FRAC = 0.1
+"""Fraction of tokens from earlier weights above which the policy's own change may have moved the sign balance."""
+
 MAX_COPIES_Z, MAX_COPIES_FRAC, MAX_LAG_Z = 4.0, 0.01, 5.0
 """Independent responses exceed the first in one of 30,000 steps, and the last in one of 100,000. At most 0.5% of them repeat an improbable response."""
 
@@ -51,6 +54,7 @@ SEEN = (
     "rollout/all_correct_frac",
     "rollout/copies_frac",
     "rollout/copies_z",
+    "rollout/earlier_tokens_frac",
     "rollout/mixed_frac",
     "rollout/prompts",
     "rollout/response_tokens",
@@ -119,10 +123,16 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     holding: dict[str, str] = {}
     balance = _mean(seen["sync/sign_balance"][-RECENT:]) if len(seen["sync/sign_balance"]) >= RECENT else 1.0
     if not 1 / MAX_SIGN_BALANCE <= balance <= MAX_SIGN_BALANCE:
+        stale = _mean(seen["rollout/earlier_tokens_frac"][-RECENT:] or [0.0])
+        moved = (
+            f"the policy has changed since then ({stale:.0%} of the tokens are from earlier weights; lower optimizer.learning_rate or the age of rollouts), "
+            if stale > MAX_STALE_FRAC
+            else ""
+        )
         holding["sampler_scale"] = (
             f"sampler scale: the trainer finds sampled tokens less likely than the sampler in {balance:.3g} times as much of the training signal as more "
-            "likely, and rounding gives about 1. Usual causes: another temperature, a cap or a scale of the logits in one of the two, a "
-            "weight that was not transferred. Run dapo-jax doctor; set model.compute_dtype=float32 to exclude rounding"
+            f"likely, and rounding gives about 1. Usual causes: {moved}another temperature, a cap or a scale of the logits in one of the two, a "
+            "weight that was not transferred. Run dapo-jax doctor"
         )
     if text := _copies(seen):
         holding["copies"] = text
