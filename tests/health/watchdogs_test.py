@@ -136,9 +136,6 @@ def test_a_sampler_of_another_scale_is_seen_on_either_side():
         assert raised(healthy(sync__sign_balance=balance)) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"), [("copies_z", 4.0), ("copies_frac", 0.01), ("verdict_lag_z", 5.0)]
-)
 @pytest.mark.parametrize(("stale", "is_named"), [(0.0, False), (0.85, True)])
 def test_the_warning_about_the_scale_names_stale_tokens_and_not_rounding(stale, is_named):
     """Rounding gives a balance near 1. A policy that changes fast since the tokens were sampled gives any balance."""
@@ -150,6 +147,9 @@ def test_the_warning_about_the_scale_names_stale_tokens_and_not_rounding(stale, 
     assert "compute_dtype" not in text
 
 
+@pytest.mark.parametrize(
+    ("name", "limit"), [("copies_z", 4.0), ("copies_frac", 0.01), ("verdict_lag_z", 5.0)]
+)
 def test_copies_are_seen_in_enough_groups(name, limit):
     """The mean of three steps is above the limit from the second step with 1.6 times the limit on: (0 + 1.6 + 1.6) / 3 = 1.07."""
     values = {f"rollout__{name}": [0.0] * 5 + [1.6 * limit] * 15}
