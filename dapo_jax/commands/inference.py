@@ -125,7 +125,7 @@ def _configured(
         file = of_run if config is None else config
         loaded = load_evaluation(file, overrides)
     of_training = [each for each in overrides if each.startswith(OF_TRAINING)]
-    for path, changes in ((file, of_training), (of_run, ())):
+    for path, changes in ((file, of_training), (file, overrides), (of_run, ())):
         with suppress(ConfigError):  # the file may not be a training configuration
             if path is not None:
                 return loaded, load_config(path, changes).dynamic_sampling.metric

@@ -60,13 +60,18 @@ def load_config(
 def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence[str] = ()) -> EvaluateConfig:
     """Loads an evaluation configuration. The file may also be a training or warm-start configuration, whose other keys are ignored.
 
-    Overrides of `OF_TRAINING` apply to the training configuration. All others apply to the evaluation, so they need not fit the ignored keys.
+    Overrides of `OF_TRAINING` apply to the training configuration. All others apply to the evaluation, so they need not fit the ignored keys. If a training
+    configuration is not valid without the other overrides, they apply to it, too.
 
     Raises:
         ConfigError: as in `load_config`, or an override has a key that an evaluation ignores.
     """
     of_training = [each for each in _listed(overrides) if each.startswith(OF_TRAINING)]
-    config = evaluation_of(_load(path, of_training, (EvaluateConfig, TrainConfig, SftConfig)))
+    schemas = (EvaluateConfig, TrainConfig, SftConfig)
+    try:
+        config = evaluation_of(_load(path, of_training, schemas))
+    except ConfigError:
+        return evaluation_of(_load(path, overrides, schemas))
     others = [each for each in overrides if each not in of_training]
     for place, override in enumerate(others):
         key = override.partition("=")[0]
@@ -186,7 +191,11 @@ def _built(
     except ConfigError as error:
         keys = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", str(error))
         keys += ["algorithm"] if row.keys() & set(keys) else []
-        about = [shown(override) for override in overrides if override.partition("=")[0] in keys]
+        about = [
+            shown(each)
+            for each in overrides
+            if any(f"{key}.".startswith(f"{each.partition('=')[0]}.") for key in keys)
+        ]
         places = [str(path)] * (path is not None) + [f"override {' '.join(about)}"] * bool(about)
         raise ConfigError(f"{' with '.join(places)}: {error}" if places else str(error)) from None
 

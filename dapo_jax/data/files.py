@@ -3,7 +3,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ class Files:
     options: Mapping[str, Any] = field(default_factory=dict)
     on_bad_row: str = "error"
     """`error` to raise at the first bad row, or `skip` to leave out bad rows and count them."""
-    deduplicate: Sequence[str] = ("prompt",)
+    deduplicate: tuple[str, ...] = ("prompt",)
     """Fields by which rows are compared. If several rows in a split have the same values, only the first of them is kept. Without fields, all rows are kept."""
 
 

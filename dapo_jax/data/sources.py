@@ -15,7 +15,7 @@ import json
 import os
 import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ def load_rows(
     *,
     path: str = "",
     on_bad_row: str = "error",
-    deduplicate: bool | Sequence[str] = True,
+    deduplicate: bool | tuple[str, ...] = True,
     or_only: bool = False,
 ) -> LoadedRows:
     """Returns the rows of a dataset. Each row is loaded from disk when it is accessed.
@@ -80,7 +80,7 @@ def load_rows(
         kind, _, name = source_name.partition(":")
         make = reasoning_gym_rows if kind == "reasoning_gym" else verifiers_task_rows
         return LoadedRows(make(name, split, options))
-    fields = deduplicate if isinstance(deduplicate, Sequence) else ("prompt",) * deduplicate
+    fields = ("prompt",) * deduplicate if isinstance(deduplicate, bool) else deduplicate
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=fields)
     builder = _prepared(source_name, data_dir or prepared_folder(), files)
     splits, count = builder.info.splits, 0

@@ -25,11 +25,11 @@ class TextDecoder(Protocol):
 
 def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: TextDecoder) -> list[Sample]:
     """Returns a grader's arguments, one `Sample` per response. Responses are decoded to text without special tokens."""
-    after = prompt.tokens if prompt.is_plain else None
+    after = {"after": prompt.tokens} if prompt.is_plain else {}
     return [
         Sample(
             prompt=prompt,
-            response=tokenizer.decode(response.tokens, after),
+            response=tokenizer.decode(response.tokens, **after),
             tokens=response.tokens,
             finish_reason=response.finish_reason,
             step=response.spans[0].version,

@@ -32,7 +32,7 @@ class PromptSets:
     notes: Sequence[str]
     """Messages about rows that are left out, and about training prompts in the evaluation."""
     questions: frozenset[bytes] = frozenset()
-    """The `question_digest` of each prompt to train on. A dataset in which a question repeats is left out, because other fields distinguish its rows."""
+    """The `question_digest` of each prompt to train on. Except in a warm start, a dataset in which a question repeats is left out, because other fields distinguish its rows."""
     identity: Sequence[Mapping[str, Any]]
     """For each dataset to train on, its name and the number and sha256 of its prompts. Stored in checkpoints."""
     held_out: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def training_prompts(
     *,
     seed: int,
     rows: GivenRows | None = None,
-    compared: Sequence[str] = ("prompt",),
+    compared: tuple[str, ...] = ("prompt",),
 ) -> PromptSets:
     """Returns the prompts to train on, from the given rows or the configured dataset or mixture, without prompts that are too long. With `data.deduplicate`, rows of
     a file are repeated if the fields `compared` are equal. Raises ConfigError if a dataset cannot be read, or all of its prompts are too long."""
@@ -124,7 +124,7 @@ def training_prompts(
             )
         parts.append((kept + sum(map(len, datasets))).tolist())
         datasets.append(loaded)
-        questions |= {*asked} if len({*asked}) == len(asked) else set()
+        questions |= {*asked} if len(compared) > 1 or len({*asked}) == len(asked) else set()
         whole = hashlib.sha256(b"".join(digests[index] for index in kept)).hexdigest()
         identity.append({"source": source.title, "count": len(kept), "sha256": whole})
     source = PromptSource(
@@ -209,13 +209,15 @@ def _own_source(data: DataConfig, split: str) -> SourceConfig:
 
 
 def _load(
-    data: DataConfig, source: SourceConfig, *, role: str, compared: Sequence[str] = ("prompt",)
+    data: DataConfig, source: SourceConfig, *, role: str, compared: tuple[str, ...] = ("prompt",)
 ) -> LoadedRows:
     split, or_only = source.split or role, not source.split
     return load_rows(source.source, split, or_only=or_only, **_reading(data, source, compared))
 
 
-def _reading(data: DataConfig, source: SourceConfig, compared: Sequence[str] = ("prompt",)) -> dict[str, Any]:
+def _reading(
+    data: DataConfig, source: SourceConfig, compared: tuple[str, ...] = ("prompt",)
+) -> dict[str, Any]:
     """Returns the common arguments of `load_rows` and `dataset_splits`."""
     return {
         "options": source.source_options,

@@ -41,6 +41,8 @@ class GrowingText:
         self._shown = 0
         """Number of characters in the window's text that have been moved to `_waiting`."""
         self._waiting, self._over = "", False
+        self._first = 0
+        """Number of characters at the beginning of `_waiting` in which `StopStrings.find` does not search: a first space that only `after` keeps."""
 
     def add(self, ids: list[int], *, last: bool = False) -> str:
         """Adds tokens, and returns the text that can now be shown. If `last` is set, returns all remaining text."""
@@ -48,6 +50,8 @@ class GrowingText:
             return ""
         self._window += filter(self._stop.has_text, ids)
         text, known = self._stop.text(self._window, self._after), len(self._window)
+        if self._after is not None and not self._shown:
+            self._first = len(text) - len(self._stop.text(self._window))
         whole = text
         # An incomplete character has at most three bytes.
         while whole.endswith(_BROKEN) and not last and known > max(len(self._window) - 3, 0):
@@ -74,8 +78,9 @@ class GrowingText:
                     self._waiting, self._after = self._waiting + start[self._shown :], None
                     self._window, self._shown = self._window[cut:], max(self._shown - len(start), 0)
                     break
-        starts = [at for string in self._stop.strings if (at := self._waiting.find(string)) >= 0]
+        starts = [at for string in self._stop.strings if (at := self._waiting.find(string, self._first)) >= 0]
         self._over = bool(starts)
         end = min(starts, default=len(self._waiting) if last else max(len(self._waiting) - self._held, 0))
         new, self._waiting = self._waiting[:end], self._waiting[end:]
+        self._first = 0 if new else self._first
         return self._stop.unmarked(new)

@@ -73,7 +73,9 @@ class StopStrings:
     def decode(self, ids: Int[np.ndarray, " tokens"], after: Before = None) -> str:
         """Returns the text of `ids`, which follow the tokens `after`, up to the earliest stop string, or all of the text if it has no stop string."""
         text = self.text(ids, after)
-        end = min((start for s in self.strings if (start := text.find(s)) >= 0), default=len(text))
+        # `find` does not see a first space that only `after` keeps.
+        first = 0 if after is None else len(text) - len(self.text(ids))
+        end = min((start for s in self.strings if (start := text.find(s, first)) >= 0), default=len(text))
         return self.unmarked(text[:end])
 
     def text(self, ids: Int[np.ndarray, " tokens"] | list[int], after: Before = None) -> str:
@@ -82,7 +84,8 @@ class StopStrings:
         known = np.array([token for token in ids if 0 <= token < size or token in marks], np.int32)
         first, *others = np.split(known, np.flatnonzero(np.isin(known, [*marks])))
         texts = (marks[int(tokens[0])] + self._tokenizer.decode(tokens[1:]) for tokens in others)
-        return self._tokenizer.decode(first, after) + "".join(texts)
+        before = {} if after is None else {"after": after}
+        return self._tokenizer.decode(first, **before) + "".join(texts)
 
     def marked(self, text: str) -> str:
         """Returns the text with the mark of each special token that a stop string contains."""

@@ -346,6 +346,24 @@ def test_an_evaluation_is_read_from_a_runs_file_or_a_warm_starts_or_its_own(tmp_
         load_evaluation(write(tmp_path, "datta: {source: gsm8k}\n"))
 
 
+@pytest.mark.parametrize(
+    ("content", "override"),
+    [("steps: 3\n", "run_dir=out"), ("algorithm: opd\nrun_dir: out\n", "teacher.source=preset:tiny")],
+)
+def test_overrides_may_complete_a_training_configuration(tmp_path, content, override):
+    path = write(tmp_path, content)
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        load_evaluation(path)
+    assert load_evaluation(path, [override, "eval.top_p=0.5"]).eval.top_p == 0.5
+
+
+def test_a_range_of_an_option_names_the_override_of_its_mapping(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"override 'loss.objective=.*: loss.objective.cispo.cap: found 0.5"
+    ):
+        load_config(write(tmp_path, "run_dir: out\n"), ["loss.objective={cispo: {cap: 0.5}}"])
+
+
 def test_overrides_of_an_evaluation_need_not_fit_the_training(tmp_path):
     """The overlong buffer of 4,096 tokens and the exact loss are for training only."""
     path = write(

@@ -291,10 +291,14 @@ def test_a_reply_counts_without_its_number_of_tokens(usage, settings):
 
 def test_equal_requests_without_a_score_are_sent_once(settings, tmp_path):
     with serving(chat("maybe")) as server:
-        path = settings(server.url, cache=str(tmp_path / "replies"), on_failure="lost")
-        assert [verdict.lost for verdict in graded(path, *"aaaa")] == ["raised"] * 4
+        judge = Judge(settings(server.url, cache=str(tmp_path / "replies"), on_failure="lost"))
+
+        async def verdicts(count):
+            return await asyncio.gather(*(judge(SAMPLE) for _ in range(count)))
+
+        assert [verdict.lost for verdict in asyncio.run(verdicts(4))] == ["raised"] * 4
         assert len(server.seen) == 1
-        graded(path, "a")
+        asyncio.run(verdicts(1))
         assert len(server.seen) == 2
 
 

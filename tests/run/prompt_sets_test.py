@@ -180,3 +180,4 @@ def test_a_warm_start_trains_on_every_demonstration_of_a_prompt(schema, count, t
     found = prompt_sets(config, TOKENIZER)
     assert found.training.rows_per_epoch == count
     assert [len(prompts) for prompts in found.held_out.values()] == [1]
+    assert found.notes[-1].startswith("eval own: 1 of 1 prompts are also trained on")

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_jax.serving.text import GrowingText, decoded
+from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 from tests.text.stop_strings_test import MERGED, SPACED, SPECIAL_STOPS, ids_of
 
@@ -46,6 +47,21 @@ def test_a_text_after_other_text_keeps_its_first_space(text, size):
     ids = SPACED.encode(text, after).tolist()
     pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
     assert "".join(grown(SPACED, pieces, after=after)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [(" END", " END"), (" END END", " END"), ("a END", "a"), (" a END", " a")]
+)
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_a_first_space_does_not_complete_a_stop_string(text, shown, size):
+    """The sampler decodes responses without their prompt, so it does not see this space and samples on."""
+    after = SPACED.encode("a:")
+    ids = SPACED.encode(text, after)
+    stop = StopStrings(SPACED, [" END"])
+    assert (stop.find(ids, 0) is None) == (shown == text)
+    assert stop.decode(ids, after) == shown
+    pieces = [ids[start : start + size].tolist() for start in range(0, len(ids), size)]
+    assert "".join(grown(SPACED, pieces, [" END"], after=after)) == shown
 
 
 @given(text=st.text("a END\n日本é🜂"), size=st.integers(1, 4))
