@@ -43,7 +43,7 @@ class Stub:
         return asked(self.__name__, args, kwargs, on=False)
 
     def __instancecheck__(self, value):
-        return type(value) is Remote and asked("isinstance", (value, self), {}) is True
+        return is_remote(value) and asked("isinstance", (value, self), {}) is True
 
     __hash__ = object.__hash__
 
@@ -53,6 +53,9 @@ class Remote:
 
     def __init__(self, name):
         vars(self)["__name__"] = name
+
+    def __contains__(self, value):
+        return value in [*self]  # if the search ended at the value, the program would learn it
 
     def __exit__(self, *error):
         asked("exit", (self,), {})  # its result could hide a failure
@@ -104,9 +107,14 @@ class Names(dict):
         return Stub(name)
 
 
+def is_remote(value):
+    """Returns whether a value is an object of the program, see `remote`."""
+    return type(value) is Remote or type(value).__module__ == "solution"
+
+
 def kept(value):
     """Returns the data for a value that is not plain data."""
-    if type(value) in (Stub, Remote) or type(value).__module__ == "solution":  # as in `remote`
+    if type(value) is Stub or is_remote(value):
         return {"kept": vars(value)["__name__"]}
     if hasattr(value, "__next__"):
         return {"made": ["iter", [kept(value.__next__), {"opaque": "end"}]]}

@@ -193,10 +193,12 @@ def forge(reply):
     [
         ("wrong_answer", "os.write(3, b'null\\n')\ndef f(x): time.sleep(99)", "from solution import f\ndef test(): assert f(1) == 7919"),
         ("time_limit", "def f(g):\n    while True: g() or time.sleep(0.1)", "from solution import f\ndef test(): f(lambda: None)"),
-        ("time_limit", "def f():\n    while True: yield time.sleep(0.02)", "from solution import f\ndef test(): list(f())"),
+        ("time_limit", "def f():\n    while True: yield time.sleep(0.1)", "from solution import f\ndef test(): list(f())"),
         ("crashed", "forge({'value': {'made': ['deque', [{'made': ['range', [0, 10**18]]}, 1]]}, 'args': []})", "from solution import Bad, f\ndef test(): assert f(1) == 2"),
         ("wrong_answer", "def f(x): return x", "from solution import Bad, f\ndef test(): assert issubclass(Bad, Exception) and f(1)"),
         ("wrong_answer", "class Stack(Exception): pass", "from solution import Stack\ndef test():\n    s = Stack(); s.push(1); assert s.pop() == 1"),
+        ("wrong_answer", "x = 1", "from solution import Bad\ndef test(): assert callable(Bad)"),
+        ("time_limit", "class A(list):\n    n = 0\n    def __len__(self): return 1\n    def __iter__(self): return self\n    def __next__(self):\n        A.n += 1\n        return A.n\n    def __getitem__(self, at): return A.n\ndef f(): return A()", "from solution import f\ndef test():\n    v = f()\n    assert len(v) == 1 and 1234 in v and v[0] == 1234"),
         ("wrong_answer", "class P:\n    def __enter__(self): return self\n    def __exit__(self, *_): return True\n    def f(self): return 0", "from solution import P\ndef test():\n    with P() as p: assert p.f() == 4"),
     ],
 )  # fmt: skip
@@ -242,7 +244,8 @@ def order(values): values.sort()
         "p = mid(Point(0, 0), Point(2, 4)); assert p == Point(1, 2) == (1.0, 2.0) and (p.x, p.y) == (1, 2) and p._replace(x=5).x == 5",
         "assert high() is Level.HIGH and high() == 2 and high().name == 'HIGH' and Level.LOW < high() and isinstance(high(), int)",
         "assert DEBUG and tally()[Color.RED] == 1 and {*tally()} == {Color.RED}",
-        "assert twice(lambda x, *, y: x + y)(1, y=2) == 6",
+        "assert twice(lambda x, *, y: x + y)(1, y=2) == 6 == twice(lambda x: twice(lambda y: y)(x) + 1)(1)",
+        "s = Stack([1, 2, 3]); assert s[1:] == [2, 3] and 2 in s and 5 not in s and isinstance(p := mid(Point(0, 0), Point(2, 4)), Point) and p.x == 1",
         "v = [2, 1]; order(values=v); assert v == [1, 2]",
     ],
 )  # fmt: skip
