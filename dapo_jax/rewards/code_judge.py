@@ -54,9 +54,6 @@ class Remote:
     def __init__(self, name):
         vars(self)["__name__"] = name
 
-    def __contains__(self, value):
-        return value in [*self]  # if the search ended at the value, the program would learn it
-
     def __exit__(self, *error):
         asked("exit", (self,), {})  # its result could hide a failure
 
@@ -93,6 +90,8 @@ def _on_value(operation):
 
 for _operation in _FORWARDED.split():
     setattr(Remote, f"__{_operation}__", _forwarded(_operation))
+# A search reads all items first. If it ended at the value, the program would learn this value.
+Remote.__contains__ = lambda self, value: value in [*self]
 for _operation in _BETWEEN_OBJECTS.split():
     setattr(Remote, f"__{_operation}__", _between_objects(_operation))
     setattr(Stub, f"__{_operation}__", _on_value(getattr(operator, _operation)))
