@@ -198,7 +198,7 @@ def forge(reply):
         ("wrong_answer", "def f(x): return x", "from solution import Bad, f\ndef test(): assert issubclass(Bad, Exception) and f(1)"),
         ("wrong_answer", "class Stack(Exception): pass", "from solution import Stack\ndef test():\n    s = Stack(); s.push(1); assert s.pop() == 1"),
         ("wrong_answer", "x = 1", "from solution import Bad\ndef test(): assert callable(Bad)"),
-        ("time_limit", "class A(list):\n    n = 0\n    def __len__(self): return 1\n    def __iter__(self): return self\n    def __next__(self):\n        A.n += 1\n        return A.n\n    def __getitem__(self, at): return A.n\ndef f(): return A()", "from solution import f\ndef test():\n    v = f()\n    assert len(v) == 1 and 1234 in v and v[0] == 1234"),
+        ("wrong_answer", "class A(list):\n    n = 0\n    def __len__(self): return 1\n    def __iter__(self): return self\n    def __next__(self):\n        A.n += 1\n        if A.n > 20: raise StopIteration\n        return A.n\n    def __getitem__(self, at): return A.n\ndef f(): return A()", "from solution import f\ndef test():\n    v = f()\n    assert len(v) == 1 and 12 in v and v[0] == 12"),
         ("wrong_answer", "class P:\n    def __enter__(self): return self\n    def __exit__(self, *_): return True\n    def f(self): return 0", "from solution import P\ndef test():\n    with P() as p: assert p.f() == 4"),
     ],
 )  # fmt: skip
