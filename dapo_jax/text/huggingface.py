@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -241,10 +241,11 @@ class HuggingFaceTokenizer:
         """
         last = [] if after is None else [int(token) for token in after[-1:] if int(token) not in self._added]
         with self._library("cannot decode these ids with"):
-            text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-            before = self._tokenizer.decode(last, skip_special_tokens=True)
-            both = self._tokenizer.decode([*last, *ids.tolist()], skip_special_tokens=True) if last else text
-        return f" {text}" if both == f"{before} {text}" else text
+            decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+            text = decode(ids.tolist())
+            first = ids[:8].tolist()  # they decide, and decoding a long text twice would take time
+            is_dropped = bool(last) and decode([*last, *first]) == f"{decode(last)} {decode(first)}"
+        return f" {text}" if is_dropped else text
 
     def marked_text(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` with the special tokens, except those at the end."""

@@ -95,7 +95,7 @@ def test_repeated_prompts_are_dropped_and_counted(tmp_path, load):
 
 
 def test_rows_may_be_compared_by_further_fields(tmp_path, load):
-    """Demonstrations of one prompt in several rows, one of which is repeated."""
+    """Three rows have demonstrations of one prompt, and two of the rows are equal."""
     rows = [{"prompt": "1+1", "answer": "2", "response": response} for response in ("2", "=2", "2")]
     path = lines(tmp_path / "own.jsonl", *rows)
     assert [row["response"] for row in load("jsonl", path)] == ["2"]
