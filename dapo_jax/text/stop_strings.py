@@ -74,7 +74,7 @@ class StopStrings:
         """Returns the text of `ids`, which follow the tokens `after`, up to the earliest stop string, or all of the text if it has no stop string."""
         text = self.text(ids, after)
         # `find` does not see a first space that only `after` keeps.
-        first = 0 if after is None else len(text) - len(self.text(ids))
+        first = 0 if after is None else len(self.text(ids[:8], after)) - len(self.text(ids[:8]))
         end = min((start for s in self.strings if (start := text.find(s, first)) >= 0), default=len(text))
         return self.unmarked(text[:end])
 
