@@ -1,7 +1,8 @@
 """Measures one GPU or TPU in about twenty minutes, without a network: `python -m benchmarks.first_day`.
 
 The parts run in the order of their value. Each part has a limit of time, and each result is written when it is there: to `first_day.json`, and to `first_day.md`, a page of one
-screen. So a part that is cut short leaves its results so far. Without an accelerator, a tiny model is measured, to try the command.
+screen. So a part that is cut short leaves its results so far. Without an accelerator, the command can be tried: it measures a tiny
+model, whose programs are compiled in less time and run slower.
 
 | part | measures |
 |---|---|
@@ -34,10 +35,16 @@ from benchmarks.workload import Workload
 from dapo_jax.parallel import gpu_settings
 
 SIZES = {
-    "accelerator": {"size": "qwen3-0.6b", "mixed": (256, 100, 1024), "rollout": (16, 16, 128, 256), "update": (2, 8, 384, 2000), "slots": (4, 64)},
-    "cpu": {"size": "tiny", "mixed": (4, 4, 12), "rollout": (2, 2, 8, 8), "update": (1, 2, 8, 8), "slots": (1, 4)},
+    "accelerator": {
+        "size": "qwen3-0.6b", "mixed": (256, 100, 1024), "rollout": (16, 16, 128, 256), "update": (2, 8, 384, 2000), "slots": (4, 64),
+        "run": ("eval.every_steps=0",),
+    },
+    "cpu": {
+        "size": "tiny", "mixed": (4, 4, 12), "rollout": (2, 2, 8, 8), "update": (1, 2, 8, 8), "slots": (1, 4),
+        "run": ("eval.every_steps=0", "batch.prompts_per_step=4", "batch.groups_per_update=2", "batch.group_size=8", "sampling.slots=32", "dynamic_sampling.prompts_per_wave=4", "eval.prompts=4", "eval.samples_per_prompt=1"),
+    },
 }  # fmt: skip
-"""Sizes with and without an accelerator. `rollout` and `update` have prompts, responses to each, tokens of a prompt, and tokens of a response. `slots` has other numbers of responses to each prompt."""
+"""Sizes with and without an accelerator. `rollout` and `update` have prompts, responses to each, tokens of a prompt, and tokens of a response. `slots` has other numbers of responses to each prompt, and `run` has overrides of the quickstart."""
 
 DOCTOR = ("quickstart", "model.tokenizer=char:0123456789+=:,?")
 CLOCKS = ("time/", "speed/", "memory/")
@@ -204,11 +211,13 @@ def _workload(day: Day, one: Measurement) -> Workload:
 
 def machine(day: Day) -> None:
     """Versions, settings and memory. Its line `devices` decides whether there is an accelerator."""
-    checks = day.doctor("model.source=preset:tiny")
+    checks = day.doctor("model.source=preset:tiny", "--quick")
     for name in ("versions", "devices", "settings", "host memory", "memory"):
         day.add(name, checks[name])
     devices = checks["devices"].removeprefix("warning: ")
     day.platform = "cpu" if " x cpu" in devices else devices
+    if day.platform == "cpu":
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 def profile(day: Day) -> None:
@@ -258,9 +267,8 @@ def choices(day: Day) -> None:
 def repeats(day: Day) -> None:
     """Whether two runs of three steps, and one that is resumed after two, have the same metrics."""
     runs = {name: day.folder / name for name in ("first", "second", "resumed")}
-    for name, steps in (("first", 3), ("second", 3), ("resumed", 2)):
-        day.command("dapo_jax", "train", "quickstart", f"steps={steps}", "eval.every_steps=0", f"run_dir={runs[name]}")  # fmt: skip
-    day.command("dapo_jax", "train", "quickstart", "--resume", "steps=3", "eval.every_steps=0", f"run_dir={runs['resumed']}")  # fmt: skip
+    for name, steps, *options in (("first", 3), ("second", 3), ("resumed", 2), ("resumed", 3, "--resume")):
+        day.command("dapo_jax", "train", "quickstart", *options, f"steps={steps}", f"run_dir={runs[name]}", *day.sizes["run"])  # fmt: skip
     lines = {name: _learned(run / "metrics.jsonl") for name, run in runs.items()}
     for name in ("second", "resumed"):
         pairs = zip(lines["first"], lines[name], strict=True)
@@ -289,7 +297,7 @@ def kinds(day: Day) -> None:
     from dapo_jax.models.presets import PRESETS
 
     for name in (name for name in PRESETS if name.startswith("tiny")):
-        day.add(name, day.doctor(f"model.source=preset:{name}")["agreement"])
+        day.add(name, day.command("benchmarks.kinds", name).strip())
 
 
 PARTS: dict[str, tuple[float, Callable[[Day], None]]] = {
@@ -315,6 +323,9 @@ def main() -> None:
     from dapo_jax.models.presets import PRESETS
 
     with tempfile.TemporaryDirectory() as folder:
+        # The processes share what they compile: modules of Python, which some environments do not store, and programs.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ |= {"PYTHONPYCACHEPREFIX": f"{folder}/bytecode", "JAX_COMPILATION_CACHE_DIR": f"{folder}/xla", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
         day = Day(arguments, Path(folder))
         for name in ("machine", *(name for name in arguments.parts if name != "machine")):
             minutes, run = PARTS[name]

@@ -8,12 +8,13 @@ import time
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, kinds
 from benchmarks.first_day import PARTS, SIZES, Day, _learned
 from benchmarks.workload import Workload
 from dapo_jax.config import load_config
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.topologies import parse
+from dapo_jax.training.update import Updater
 from tests.several import ROOT
 
 
@@ -72,6 +73,16 @@ def test_equal_runs_differ_in_clocks_alone(tmp_path):
         {"step": "1", "loss": "nan"},
         {"step": "2", "loss": "0.5"},
     ]
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(0.0, "KL"), (0.01, "failed:")])
+def test_sampler_and_trainer_of_a_preset_are_compared(shift, verdict, monkeypatch, capsys):
+    """Log-probabilities that are 0.01 nats too low have a KL of 0.01^2 / 2 = 5e-5, above the limit of 1e-6."""
+    whole = Updater.logprobs
+    monkeypatch.setattr(Updater, "logprobs", lambda *arguments: whole(*arguments) - shift)
+    monkeypatch.setattr(sys, "argv", ["kinds", "tiny"])
+    kinds.main()
+    assert capsys.readouterr().out.split()[0] == verdict
 
 
 # Slow: runs every part, with about 20 processes that compile.
