@@ -41,12 +41,15 @@ SIZES = {
     },
     "cpu": {
         "size": "tiny", "mixed": (4, 4, 12), "rollout": (2, 2, 8, 8), "update": (1, 2, 8, 8), "slots": (1, 4),
-        "run": ("eval.every_steps=0", "batch.prompts_per_step=4", "batch.groups_per_update=2", "batch.group_size=8", "sampling.slots=32", "dynamic_sampling.prompts_per_wave=4", "eval.prompts=4", "eval.samples_per_prompt=1"),
+        "run": (
+            "eval.every_steps=0", "eval.prompts=4", "eval.samples_per_prompt=1", "data.train_split=train[:500]", "dynamic_sampling.prompts_per_wave=4",
+            "batch.prompts_per_step=4", "batch.group_size=8", "batch.groups_per_update=2", "batch.rows_per_microbatch=16", "sampling.slots=32",
+        ),
     },
 }  # fmt: skip
 """Sizes with and without an accelerator. `rollout` and `update` have prompts, responses to each, tokens of a prompt, and tokens of a response. `slots` has other numbers of responses to each prompt, and `run` has overrides of the quickstart."""
 
-DOCTOR = ("quickstart", "model.tokenizer=char:0123456789+=:,?")
+DOCTOR = ("quickstart", "model.tokenizer=char:0123456789+=:,?", "data.train_split=train[:500]")
 CLOCKS = ("time/", "speed/", "memory/")
 """Prefixes of the metrics in which equal runs differ."""
 
