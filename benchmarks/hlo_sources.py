@@ -114,11 +114,16 @@ class Program:
             yield from self._inside(one)
 
     def _of_readers(self, operation: Operation) -> Iterable[Source]:
-        for one in self._readers[operation.name]:
-            if found := self._within(one):
-                yield found
-            else:
-                yield from self._of_readers(one)
+        waiting, seen = [operation.name], set[str]()
+        while waiting:
+            for one in self._readers[waiting.pop()]:
+                if one.name in seen:  # read in several ways, which may be many millions
+                    continue
+                seen.add(one.name)
+                if found := self._within(one):
+                    yield found
+                else:
+                    waiting.append(one.name)
 
     @cached_property
     def _readers(self) -> dict[str, list[Operation]]:

@@ -74,6 +74,13 @@ def test_a_copy_counts_for_the_operation_that_reads_it():
     assert unattributed(TEXT) == (1, 5)
 
 
+def test_operations_that_are_read_in_very_many_ways_are_attributed_once():
+    """60 sums of an array with itself: there are 2^60 ways from the first to the product."""
+    sums = [f"  %a{n + 1} = f32[8] add(%a{n}, %a{n})" for n in range(60)]
+    text = TEXT.replace("  ROOT %tuple", "\n".join(["  %a0 = f32[8] copy(%x)", *sums, "  %last = f32[8] copy(%a60), metadata={stack_frame_id=1}", "  ROOT %tuple"]))  # fmt: skip
+    assert read(text).by_name()["a0"] == NORM
+
+
 @pytest.fixture
 def with_stacks():
     """The tests leave stacks out of programs."""
