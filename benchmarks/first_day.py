@@ -120,23 +120,33 @@ class Day:
             lines += ["", f"**{name}**", "", *(f"* {one['what']}: {one['value']}" for one in [*part["results"], *ending])]  # fmt: skip
         (out / "first_day.md").write_text("\n".join(lines) + "\n")
 
-    def command(self, *words: str, environment: dict[str, str] | None = None) -> str:
-        """Runs a module of Python in a process of its own, and returns what it printed. Its children end with it."""
+    def command(
+        self,
+        *words: str,
+        environment: dict[str, str] | None = None,
+        each: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        """Runs a module of Python in a process of its own, and calls `each` with every line that it prints. Its children end with it."""
         print(f"  python -m {' '.join(words)}", flush=True)
         env = {**os.environ, "JAX_PLATFORMS": self.arguments.platforms, **(environment or {})}
         if not env["JAX_PLATFORMS"]:
             del env["JAX_PLATFORMS"]
-        with subprocess.Popen(
-            [sys.executable, "-m", *words], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(
+            [sys.executable, "-m", *words], env=env, text=True, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         ) as process:  # fmt: skip
+            lines = list[str]()
             try:
-                output, errors = process.communicate()
+                for line in process.stdout or ():
+                    lines.append(line)
+                    each(line.strip())
+                process.wait()
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
-        if process.returncode:
-            raise RuntimeError(f"{words[0]} failed: {' '.join((errors or output).split()[-40:])}")
-        return output
+            errors.seek(0)
+            if process.returncode:
+                said = errors.read() or "".join(lines)
+                raise RuntimeError(f"{words[0]} failed: {' '.join(said.split()[-40:])}")
 
     def doctor(self, *changes: str) -> dict[str, str]:
         """Returns the messages of `dapo-jax doctor` by check."""
@@ -300,8 +310,8 @@ def kinds(day: Day) -> None:
     """Sampler and trainer of each tiny preset."""
     from dapo_jax.models.presets import PRESETS
 
-    for name in (name for name in PRESETS if name.startswith("tiny")):
-        day.add(name, day.command("benchmarks.kinds", name).strip())
+    names = (name for name in PRESETS if name.startswith("tiny"))
+    day.command("benchmarks.kinds", *names, each=lambda line: day.add(*line.split(": ", 1)))
 
 
 PARTS: dict[str, tuple[float, Callable[[Day], None]]] = {

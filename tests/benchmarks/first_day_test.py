@@ -47,13 +47,14 @@ def test_a_part_that_is_cut_short_or_fails_leaves_its_results(day):
 
 
 def test_the_process_of_a_part_that_is_cut_short_ends(day, tmp_path, monkeypatch):
-    """The module writes a file after its time is over, if it lives."""
+    """The module writes a file after its time is over, if it lives. The line that it printed before is kept."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "lingering.py").write_text(
-        f"import time, pathlib\ntime.sleep(2)\npathlib.Path({str(tmp_path / 'late')!r}).touch()\n"
+        f"import time, pathlib\nprint('first: 1', flush=True)\ntime.sleep(3)\npathlib.Path({str(tmp_path / 'late')!r}).touch()\n"
     )
-    with day.part("slow", 0.3 / 60):
-        day.command("lingering")
+    with day.part("slow", 1.5 / 60):
+        day.command("lingering", each=lambda line: day.add(*line.split(": ")))
+    assert written(day)["slow"]["results"] == [{"what": "first", "value": "1"}]
     time.sleep(2.5)
     assert not (tmp_path / "late").exists()
 
@@ -83,7 +84,7 @@ def test_sampler_and_trainer_of_a_preset_are_compared(shift, verdict, monkeypatc
     monkeypatch.setattr(Updater, "logprobs", lambda *arguments: whole(*arguments) - shift)
     monkeypatch.setattr(sys, "argv", ["kinds", "tiny"])
     kinds.main()
-    assert capsys.readouterr().out.split()[0] == verdict
+    assert capsys.readouterr().out.split()[:2] == ["tiny:", verdict]
 
 
 # Slow: runs every part, with about 20 processes that compile.
