@@ -36,8 +36,7 @@ from dapo_jax.parallel import gpu_settings
 
 SIZES = {
     "accelerator": {
-        "size": "qwen3-0.6b", "mixed": (256, 100, 1024), "rollout": (16, 16, 128, 256), "update": (2, 8, 384, 2000), "slots": (4, 64),
-        "run": ("eval.every_steps=0",),
+        "size": "qwen3-0.6b", "mixed": (256, 100, 1024), "rollout": (16, 16, 128, 256), "update": (2, 8, 384, 2000), "slots": (4, 64), "run": ("eval.every_steps=0",),
     },
     "cpu": {
         "size": "tiny", "mixed": (4, 4, 12), "rollout": (2, 2, 8, 8), "update": (1, 2, 8, 8), "slots": (1, 4),
@@ -120,12 +119,7 @@ class Day:
             lines += ["", f"**{name}**", "", *(f"* {one['what']}: {one['value']}" for one in [*part["results"], *ending])]  # fmt: skip
         (out / "first_day.md").write_text("\n".join(lines) + "\n")
 
-    def command(
-        self,
-        *words: str,
-        environment: dict[str, str] | None = None,
-        each: Callable[[str], object] = lambda line: None,
-    ) -> None:
+    def command(self, *words: str, environment: dict[str, str] | None = None, each: Callable[[str], object] = str) -> None:  # fmt: skip
         """Runs a module of Python in a process of its own, and calls `each` with every line that it prints. Its children end with it."""
         print(f"  python -m {' '.join(words)}", flush=True)
         env = {**os.environ, "JAX_PLATFORMS": self.arguments.platforms, **(environment or {})}
@@ -145,8 +139,9 @@ class Day:
                 raise
             errors.seek(0)
             if process.returncode:
-                said = errors.read() or "".join(lines)
-                raise RuntimeError(f"{words[0]} failed: {' '.join(said.split()[-40:])}")
+                raise RuntimeError(
+                    f"{words[0]} failed: {' '.join((errors.read() or ''.join(lines)).split()[-40:])}"
+                )
 
     def doctor(self, *changes: str) -> dict[str, str]:
         """Returns the messages of `dapo-jax doctor` by check."""
