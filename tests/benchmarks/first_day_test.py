@@ -16,6 +16,7 @@ from dapo_jax.config import load_config
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.topologies import parse
 from dapo_jax.training.update import Updater
+from tests.gpu_test import OF_TESTS
 from tests.several import ROOT
 
 
@@ -91,8 +92,8 @@ def test_sampler_and_trainer_of_a_preset_are_compared(shift, verdict, monkeypatc
 @pytest.mark.slow
 def test_every_part_runs_on_a_cpu(tmp_path):
     command = [sys.executable, "-m", "benchmarks.first_day", "--out", tmp_path, "--minutes", "5"]
-    # A profile needs the lines of Python that the tests leave out of programs.
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_TRACEBACK_IN_LOCATIONS_LIMIT"}  # fmt: skip
+    # With the settings of the tests, programs have no lines of Python and are not written, so a profile has no functions.
+    environment = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
     subprocess.run(command, cwd=ROOT, check=True, env=environment)
     found = json.loads((tmp_path / "first_day.json").read_text())["parts"]
     assert {name: part["ended"] for name, part in found.items()} == dict.fromkeys(PARTS, "whole")
