@@ -110,7 +110,7 @@ def lines_of(paths):
 def test_library_tests_and_configuration_are_no_larger_than_their_limits():
     """The limits of the whole. They only fall; a commit that raises one needs a reason."""
     assert lines_of(SOURCES) <= 52_126
-    assert lines_of((ROOT / "tests").rglob("*.py")) <= 62_951
+    assert lines_of((ROOT / "tests").rglob("*.py")) <= 62_952
     assert len(leaf_types(TrainConfig)) <= 138
 
 
