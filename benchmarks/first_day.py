@@ -1,8 +1,7 @@
 """Measures one GPU or TPU in about twenty minutes, without a network: `python -m benchmarks.first_day`.
 
 The parts run in the order of their value. Each part has a limit of time, and each result is written when it is there: to `first_day.json`, and to `first_day.md`, a page of one
-screen. So a part that is cut short leaves its results so far. Without an accelerator, the command can be tried: it measures a tiny
-model, whose programs are compiled in less time and run slower.
+screen. So a part that is cut short leaves its results so far. Without an accelerator, a tiny model is measured, with few optimizations, to try the command.
 
 | part | measures |
 |---|---|
@@ -139,9 +138,8 @@ class Day:
                 raise
             errors.seek(0)
             if process.returncode:
-                raise RuntimeError(
-                    f"{words[0]} failed: {' '.join((errors.read() or ''.join(lines)).split()[-40:])}"
-                )
+                said = errors.read() or "".join(lines)
+                raise RuntimeError(f"{words[0]} failed: {' '.join(said.split()[-40:])}")
 
     def doctor(self, *changes: str) -> dict[str, str]:
         """Returns the messages of `dapo-jax doctor` by check."""
